@@ -1,0 +1,147 @@
+"""The one YAML file, read once at the edge. Unknown keys are refused with their path.
+
+Field names follow Ray Serve LLM where they mean the same. Constructors elsewhere get the few values they use.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cluster.protocol.errors import InvalidRequest
+
+DEFAULT_MODEL = "smollm2-135m-instruct"  # the embedded default target (cluster/model_store.py)
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelLoadingConfig(_Model):
+    """Where a model comes from."""
+
+    model_id: str = Field(DEFAULT_MODEL, description="The served model name")
+    model_source: str = Field(
+        DEFAULT_MODEL, description="A Hugging Face causal-LM directory, a hub id, or the embedded default"
+    )
+
+
+class DeploymentConfig(_Model):
+    """Passed to Ray Serve for one deployment."""
+
+    num_replicas: Annotated[int, Field(ge=0, le=1024)] = 1
+    num_cpus: Annotated[float, Field(ge=0)] = 0.1
+    num_gpus: Annotated[float, Field(ge=0)] = 0.0
+
+
+class PlacementConfig(_Model):
+    """Which nodes a pool may use; absent = any node."""
+
+    label_selector: dict[str, str] = Field(default_factory=dict)
+
+
+class EngineConfig(_Model):
+    """The verifier's engine."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+    threads: Annotated[int, Field(ge=0, description="torch threads of one replica; 0 = all cores")] = 0
+    max_model_len: Annotated[int | None, Field(ge=2)] = None  # default: the model's own limit
+    page_size: Annotated[int, Field(ge=1, le=1024)] = 16  # tokens per KV page
+    kv_cache_tokens: Annotated[int, Field(ge=64)] = 32768  # pool size, all sessions together
+    max_sessions: Annotated[int, Field(ge=1)] = 64
+    max_queued_sessions: Annotated[int, Field(ge=0)] = 64
+    prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 256  # rows of prefill per step
+    max_depth: Annotated[int, Field(ge=0, le=64)] = 16
+
+
+class TargetConfig(_Model):
+    model_loading_config: ModelLoadingConfig = ModelLoadingConfig()
+    engine_config: EngineConfig = EngineConfig()
+    deployment_config: DeploymentConfig = DeploymentConfig()
+    placement: PlacementConfig = PlacementConfig()
+
+
+class DrafterConfig(_Model):
+    """One drafter pool. Requests choose it by `name`; the first one is the default."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
+    kind: Literal["prompt_lookup", "draft_model"]
+    model_source: str = ""  # draft_model only
+    max_depth: Annotated[int, Field(ge=1, le=64)] = 8
+    max_sessions: Annotated[int, Field(ge=1)] = 256
+    threads: Annotated[int, Field(ge=0)] = 1
+    deployment_config: DeploymentConfig = DeploymentConfig()
+    placement: PlacementConfig = PlacementConfig()
+
+    @model_validator(mode="after")
+    def _model_source_where_needed(self) -> "DrafterConfig":
+        if (self.kind == "draft_model") != bool(self.model_source):
+            raise ValueError("model_source is required for kind draft_model and refused for every other kind")
+        return self
+
+
+class DepthPolicyConfig(_Model):
+    kind: Literal["fixed", "off"] = "fixed"
+    depth: Annotated[int, Field(ge=0, le=64)] = 4
+    bypass: bool = True  # a session whose drafts do not pay skips the drafter for a while
+
+
+class RouterConfig(_Model):
+    depth_policy: DepthPolicyConfig = DepthPolicyConfig()
+    max_draft_timeout_ms: Annotated[float, Field(gt=0, le=60_000)] = 2000.0
+    max_sessions: Annotated[int, Field(ge=1)] = 1024
+    reopen_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0  # how long a session waits for another verifier
+    deployment_config: DeploymentConfig = DeploymentConfig()
+    placement: PlacementConfig = PlacementConfig()
+
+
+class IngressConfig(_Model):
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    strict: bool = False  # refuse unknown request fields with 400
+    max_ongoing_requests: Annotated[int, Field(ge=1)] = 256
+    deployment_config: DeploymentConfig = DeploymentConfig()
+
+
+class TransportConfig(_Model):
+    host: str = "127.0.0.1"  # address that data-plane servers bind and publish
+    secret_file: Path | None = None  # shared data-plane secret; default: random per start
+
+
+class Config(_Model):
+    """The whole file. Every key has a default: an empty file serves the embedded model."""
+
+    target: TargetConfig = TargetConfig()
+    drafters: tuple[DrafterConfig, ...] = (DrafterConfig(name="lookup", kind="prompt_lookup"),)
+    router: RouterConfig = RouterConfig()
+    ingress: IngressConfig = IngressConfig()
+    transport: TransportConfig = TransportConfig()
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> "Config":
+        names = [drafter.name for drafter in self.drafters]
+        if len(set(names)) != len(names):
+            raise ValueError(f"drafter names must be unique, got {names}")
+        return self
+
+
+def parse_config(values: object) -> Config:
+    """Raises InvalidRequest that lists every wrong key with its path and the reason."""
+    try:
+        return Config.model_validate(values or {})
+    except ValidationError as error:
+        lines = [".".join(map(str, e["loc"])) + ": " + e["msg"] for e in error.errors()]
+        raise InvalidRequest("configuration: " + "; ".join(lines), field=lines[0].split(":")[0]) from error
+
+
+def load_config(path: Path | None) -> Config:
+    """The configuration in `path`; the defaults when it is None."""
+    if path is None:
+        return Config()
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise InvalidRequest(f"cannot read {path}: {error}") from error
+    return parse_config(values)
