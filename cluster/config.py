@@ -92,9 +92,7 @@ class RouterConfig(_Model):
     depth_policy: DepthPolicyConfig = DepthPolicyConfig()
     max_draft_timeout_ms: Annotated[float, Field(gt=0, le=60_000)] = 2000.0
     max_sessions: Annotated[int, Field(ge=1)] = 1024
-    reopen_timeout_s: Annotated[float, Field(gt=0, le=600)] = (
-        30.0  # how long a session waits for another verifier
-    )
+    reopen_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0  # how long a session waits for another verifier
     deployment_config: DeploymentConfig = DeploymentConfig()
     placement: PlacementConfig = PlacementConfig()
 

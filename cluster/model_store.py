@@ -39,9 +39,7 @@ def resolve(source: str, root: Path | None = None) -> Path:
     path = Path(source).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise InvalidRequest(
-                f"{path} has no config.json: not a Hugging Face model directory", "model_source"
-            )
+            raise InvalidRequest(f"{path} has no config.json: not a Hugging Face model directory", "model_source")
         return path
     if path.is_absolute() or source.startswith((".", "~")):
         raise NotFound(f"model_source {source!r}: no such directory", "model_source")
@@ -104,9 +102,7 @@ def _packaged_gguf() -> Path:
     if gguf is None or not gguf.is_file():
         raise NotFound(f"package {GGUF_PACKAGE} carries no .gguf file: reinstall it", "model_source")
     if (found := _sha256(gguf)) != GGUF_SHA256:
-        raise InvalidRequest(
-            f"{gguf.name}: SHA-256 expected {GGUF_SHA256}, got {found}: reinstall {GGUF_PACKAGE}"
-        )
+        raise InvalidRequest(f"{gguf.name}: SHA-256 expected {GGUF_SHA256}, got {found}: reinstall {GGUF_PACKAGE}")
     return gguf
 
 

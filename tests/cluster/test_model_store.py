@@ -65,9 +65,7 @@ def test_a_conversion_that_dies_leaves_nothing_that_looks_complete(
     assert (model_store.embedded_model(tmp_path, conversion) / "model.safetensors").exists()
 
 
-def test_a_gguf_file_with_another_checksum_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_gguf_file_with_another_checksum_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(model_store, "GGUF_SHA256", "0" * 64)
     with pytest.raises(InvalidRequest, match="SHA-256 expected 0000"):
         model_store.embedded_model(tmp_path, ScriptedConversion())
