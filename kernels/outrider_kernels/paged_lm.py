@@ -1,0 +1,159 @@
+"""A Hugging Face causal LM that runs ragged batches over a paged KV cache: token ids and slots in, float32 logits out.
+
+The only module here that calls transformers. Knows nothing of sessions, drafts or sampling: the caller's page table
+says where rows live. The logits of a row depend on the rows of its own session only.
+"""
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from outrider_kernels.paged_attention import AttentionPlan, paged_attention, plan_attention, write_kv
+from outrider_kernels.prepacked_linear import prepack_linears
+from outrider_kernels.ragged_batch import RaggedBatch
+
+__all__ = ["PagedLM", "RaggedBatch", "UnsupportedModel"]
+
+logger = logging.getLogger(__name__)
+
+_ATTENTION = "outrider_paged"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class UnsupportedModel(ValueError):
+    """The model cannot run over a paged cache exactly; says which property is in the way."""
+
+
+class PagedLM:
+    """`model_dir` holds config.json and safetensors. The pool has num_pages * page_size rows for all sessions together.
+
+    Raises UnsupportedModel for models whose attention is not plain causal attention behind transformers' interface.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        num_pages: int,
+        page_size: int = 16,
+        dtype: str = "float32",
+        device: str = "cpu",
+        max_len: int | None = None,
+        prepack: bool = True,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._device = torch.device(device)
+        self._model = _load(Path(model_dir), _DTYPES[dtype]).to(self._device).eval()
+        config = self._model.config
+        self.vocab_size = int(config.vocab_size)
+        self.max_len = min(max_len or config.max_position_embeddings, config.max_position_embeddings)
+        self.eos_token_ids = _eos_token_ids(self._model)
+        prepacked = prepack_linears(self._model) if prepack and self._device.type == "cpu" else 0
+        self.numerics = _fingerprint(self._model, dtype, device, prepacked)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        shape = (config.num_hidden_layers, num_pages, page_size, kv_heads, head_dim)
+        self._key_pages = torch.zeros(shape, dtype=_DTYPES[dtype], device=self._device)
+        self._value_pages = torch.zeros_like(self._key_pages)
+
+    @torch.inference_mode()
+    def run(self, batch: RaggedBatch) -> Tensor:
+        """Write the batch's rows to their slots and return the logits of `logit_rows`: [n, vocab] float32."""
+        plan = plan_attention(
+            batch.slots,
+            batch.row_starts,
+            batch.context_lens,
+            batch.block_tables,
+            self.page_size,
+            self._device,
+            self._key_pages.dtype,
+        )
+        output = self._model(
+            input_ids=torch.from_numpy(batch.token_ids).to(self._device)[None],
+            position_ids=torch.from_numpy(batch.positions).to(self._device)[None],
+            use_cache=False,
+            logits_to_keep=torch.from_numpy(batch.logit_rows).to(self._device),
+            outrider_pass=(plan, self._key_pages, self._value_pages),
+        )
+        logits: Tensor = output.logits[0]
+        return logits.float()
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,  # [1, H, rows, D]
+    key: Tensor,  # [1, Hkv, rows, D]
+    value: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float | None = None,
+    outrider_pass: tuple[AttentionPlan, Tensor, Tensor],
+    **extras: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: returns [1, rows, H, D]."""
+    plan, key_pages, value_pages = outrider_pass
+    layer = module.layer_idx
+    keys, values = key_pages[layer], value_pages[layer]
+    write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, plan)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return paged_attention(query[0].transpose(0, 1), keys, values, plan, scale)[None], None
+
+
+AttentionInterface.register(_ATTENTION, _attend)
+AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)  # the plan holds the mask
+
+
+def _load(model_dir: Path, dtype: torch.dtype) -> Any:
+    config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    _check_supported(config)
+    return AutoModelForCausalLM.from_pretrained(
+        model_dir,
+        config=config,
+        dtype=dtype,
+        attn_implementation=_ATTENTION,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+    )
+
+
+def _check_supported(config: Any) -> None:
+    """Refuse what plain causal attention over cached keys would compute differently from the model's own code."""
+    kind = type(config).__name__
+    try:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError as error:
+        raise UnsupportedModel(f"{kind}: not a causal language model of this transformers") from error
+    if not model_class._supports_attention_backend:
+        raise UnsupportedModel(f"{model_class.__name__} does not use transformers' attention interface")
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if layer_types != {"full_attention"}:
+        raise UnsupportedModel(f"{kind}: layer types {sorted(layer_types)}, only full_attention can be paged")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "use_sliding_window", True):
+        raise UnsupportedModel(f"{kind}: sliding_window {window}, only full attention can be paged")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise UnsupportedModel(f"{kind}: attention logits are soft-capped")
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    """The ids that end a text: of generation_config.json where there is one, else of config.json."""
+    ids = model.generation_config.eos_token_id
+    ids = model.config.eos_token_id if ids is None else ids
+    return tuple(ids) if isinstance(ids, list | tuple) else () if ids is None else (int(ids),)
+
+
+def _fingerprint(model: Any, dtype: str, device: str, prepacked: int) -> str:
+    """Everything that can change a logit: the architecture and its configuration, number format, device, libraries."""
+    config = hashlib.sha256(model.config.to_json_string(use_diff=False).encode()).hexdigest()[:12]
+    parts = [type(model).__name__, config, dtype, device, f"torch{torch.__version__}"]
+    parts += [f"transformers{transformers.__version__}", "prepacked" if prepacked else "stock"]
+    return "/".join([*parts, torch.backends.cpu.get_cpu_capability()])

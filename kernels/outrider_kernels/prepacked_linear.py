@@ -1,0 +1,59 @@
+"""Linear layers whose weights are laid out once for oneDNN, which makes 2-16 rows on a CPU two to three times cheaper.
+
+Wraps two private torch operators; knows nothing of models. The result is a linear layer's, and where the operators are
+missing or do not fit, the stock one computes it.
+"""
+
+import logging
+
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+_PACK_FOR_ROWS = 8  # the layout is chosen for about this many rows: a verification block
+
+
+class PrepackedLinear(nn.Module):
+    """x [..., in] -> [..., out]. Holds only the packed weight: the plain one can be freed."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        # Not a buffer: an opaque layout that must not be moved, cast or saved.
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACK_FOR_ROWS)
+        self._bias = None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return out
+
+
+def can_prepack(weight: Tensor) -> bool:
+    """Whether the operators exist and agree with the stock linear for weights like this one; tried, not guessed."""
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return False
+    sample, x = weight.detach()[:16].clone(), torch.linspace(-1, 1, 2 * weight.shape[1]).view(2, -1)
+    try:
+        found = PrepackedLinear(sample, None)(x)
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        logger.warning("linear weights are not prepacked, the stock linear serves: %s", str(error).split("\n")[0])
+        return False
+    if torch.allclose(found, nn.functional.linear(x, sample), rtol=1e-4, atol=1e-5):
+        return True
+    logger.warning("linear weights are not prepacked, the stock linear serves: the packed operator disagrees with it")
+    return False
+
+
+def prepack_linears(module: nn.Module) -> int:
+    """Replace every nn.Linear below `module` by its prepacked twin; the number replaced.
+
+    A weight tied to an embedding stays alive there, so it costs its memory twice; every other plain weight is freed.
+    """
+    linears = [(parent, name, child) for parent in module.modules() for name, child in parent.named_children()]
+    linears = [(parent, name, child) for parent, name, child in linears if type(child) is nn.Linear]
+    if not linears or not can_prepack(linears[0][2].weight):
+        return 0
+    for parent, name, child in linears:
+        setattr(parent, name, PrepackedLinear(child.weight, child.bias))
+    return len(linears)
