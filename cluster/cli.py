@@ -1,1 +1,139 @@
-def main() -> None: ...
+"""The `outrider` command. Heavy imports happen inside the commands, so that --help answers at once."""
+
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.config import Config, load_config
+from cluster.protocol.errors import OutriderError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Serve a large language model by draft-then-verify: the target's own text, only faster.",
+)
+
+ConfigArgument = Annotated[
+    Path | None, typer.Argument(help="YAML configuration; without one the embedded default model is served.")
+]
+
+
+def main() -> None:
+    """Entry point: expected errors end with one readable message and exit code 1."""
+    try:
+        app()
+    except OutriderError as error:
+        print(f"outrider: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+@app.command()
+def serve(
+    config: ConfigArgument = None,
+    address: Annotated[
+        str | None, typer.Option(help="An existing Ray cluster (host:port or 'auto'); default: start a local Ray.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="HTTP address; default from the configuration.")] = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port; default from the configuration.")] = None,
+) -> None:
+    """Serve until Ctrl-C, then stop everything that was started."""
+
+    from cluster.launch import application, ray_cluster
+
+    settings = _with_http(load_config(config), host, port)
+    _prepare_models(settings)
+    stop = _stop_on_signals(threading.Event())
+    with ray_cluster(settings, address), application(settings, _report) as url:
+        model = settings.target.model_loading_config.model_id
+        _report(f"ready: {url}/v1 serves {model!r}; drafters: {', '.join(d.name for d in settings.drafters) or 'none'}")
+        _report(
+            f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' -d "
+            f'\'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\''
+        )
+        stop.wait()
+        _report("stopping ...")
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    config: Annotated[Path | None, typer.Option(help="YAML configuration.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
+    depth: Annotated[int | None, typer.Option(min=0, max=64, help="Draft tokens per round at most.")] = None,
+    drafter: Annotated[str, typer.Option(help="Name of a drafter of the configuration.")] = "",
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it stands, without chat template.")
+    ] = False,
+) -> None:
+    """Answer one prompt in this process, without Ray or HTTP."""
+    import asyncio
+
+    from cluster.generate import GenerateOptions, run_generate
+
+    settings = load_config(config)
+    _prepare_models(settings)
+    options = GenerateOptions(prompt, max_tokens, temperature, seed, depth, drafter, raw)
+    asyncio.run(run_generate(settings, options))
+
+
+@app.command()
+def demo() -> None:
+    """Start drafter and verifier processes, stream one answer with and without speculation, stop."""
+    from cluster.demo import run_demo
+
+    run_demo(_report)
+
+
+@app.command("truncate")
+def truncate(
+    layers: Annotated[int, typer.Option(min=1, help="How many of the target's first layers to keep.")],
+    out: Annotated[Path, typer.Option(help="Directory to write; use it as a draft_model's model_source.")],
+    source: Annotated[str, typer.Option(help="Target: directory, hub id or the embedded default.")] = "",
+) -> None:
+    """Make a draft model of the target's own first layers and head."""
+    from cluster.config import DEFAULT_MODEL
+    from cluster.model_store import resolve
+    from drafter_service.training.truncate import save_truncated
+
+    save_truncated(resolve(source or DEFAULT_MODEL), layers, out)
+    _report(f"wrote {out}")
+
+
+@app.command()
+def validate(config: Annotated[Path, typer.Argument(help="YAML configuration to check.")]) -> None:
+    """Check a configuration without starting anything."""
+    load_config(config)
+    _report(f"{config}: valid")
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _with_http(settings: Config, host: str | None, port: int | None) -> Config:
+    update = {k: v for k, v in (("host", host), ("port", port)) if v is not None}
+    return settings.model_copy(update={"ingress": settings.ingress.model_copy(update=update)})
+
+
+def _prepare_models(settings: Config) -> None:
+    """Fetch or convert models here, where a person sees the progress, before replicas need them."""
+    from cluster.model_store import resolve
+
+    resolve(settings.target.model_loading_config.model_source)
+    for drafter in settings.drafters:
+        if drafter.model_source:
+            resolve(drafter.model_source)
+
+
+def _stop_on_signals(stop: threading.Event) -> threading.Event:
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    return stop

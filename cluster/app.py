@@ -1,0 +1,121 @@
+"""The Ray Serve application: Ingress, Router, Drafter and Verifier deployments, wired by one configuration.
+
+`cluster.app:build` is the builder that `serve run`, `serve deploy` and RayService name; its arguments are the keys of
+the configuration file. Serve does lifecycle, placement, health and HTTP; rounds run on our own data plane.
+"""
+
+import secrets
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from cluster.assembly import (
+    IngressReplica,
+    Replica,
+    Wiring,
+    start_drafter,
+    start_ingress,
+    start_router,
+    start_verifier,
+)
+from cluster.config import Config, DeploymentConfig, DrafterConfig, PlacementConfig, parse_config
+from cluster.protocol.grpc_carrier import GrpcTransport
+from cluster.ray_board import RayBoard
+
+APPLICATION = "outrider"
+
+
+def _wiring(config: Config, secret: bytes) -> Wiring:
+    application = serve.get_replica_context().app_name
+    return Wiring(GrpcTransport(config.transport.host, secret), RayBoard(application))
+
+
+class _Deployment:
+    """What every deployment does: health is the replica's own, and leaving closes its links at once."""
+
+    _replica: Replica | None = None
+
+    async def check_health(self) -> None:
+        if self._replica is not None:
+            await self._replica.check_health()
+
+    async def __del__(self) -> None:
+        if self._replica is not None:
+            await self._replica.close()
+
+
+@serve.deployment
+class Verifier(_Deployment):
+    async def __init__(self, config: Config, secret: bytes) -> None:
+        self._replica = await start_verifier(config.target, _wiring(config, secret))
+
+
+@serve.deployment
+class Drafter(_Deployment):
+    async def __init__(self, config: Config, secret: bytes, drafter: DrafterConfig) -> None:
+        self._replica = await start_drafter(drafter, config.target, _wiring(config, secret))
+
+
+@serve.deployment
+class Router(_Deployment):
+    async def __init__(self, config: Config, secret: bytes) -> None:
+        self._replica = await start_router(config.router, config.drafters, _wiring(config, secret))
+
+
+@serve.deployment
+@serve.ingress()
+class Ingress(_Deployment):
+    """Takes the other deployments' handles only so that Serve deploys them; it never calls them."""
+
+    _replica: IngressReplica | None = None
+
+    async def __init__(self, config: Config, secret: bytes, *_others: Any) -> None:
+        self._replica = await start_ingress(config, _wiring(config, secret))
+
+    def __serve_build_asgi_app__(self) -> Any:
+        assert self._replica is not None
+        return self._replica.app
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application of a configuration given as a mapping. Raises InvalidRequest naming every wrong key."""
+    return build_application(parse_config(args))
+
+
+def build_application(config: Config) -> Application:
+    secret = _secret(config)
+    others: list[Application] = [
+        _place(Verifier, config.target.deployment_config, config.target.placement, config.target.engine_config.threads)
+        .bind(config, secret),
+        _place(Router, config.router.deployment_config, config.router.placement, 1).bind(config, secret),
+    ]  # fmt: skip
+    for drafter in config.drafters:
+        placed = _place(Drafter, drafter.deployment_config, drafter.placement, drafter.threads)
+        others.append(placed.options(name=f"Drafter-{drafter.name}").bind(config, secret, drafter))
+    ingress = _place(Ingress, config.ingress.deployment_config, PlacementConfig(), 1)
+    # Serve's own limit is the outer safety net; the router refuses first, with a proper error body.
+    ingress = ingress.options(max_ongoing_requests=config.ingress.max_ongoing_requests)
+    return ingress.bind(config, secret, *others)
+
+
+def _place(deployment: Any, options: DeploymentConfig, placement: PlacementConfig, threads: int) -> Any:
+    actor: dict[str, Any] = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
+    # Ray would derive the thread count from the reservation; spinning OpenMP threads starve their neighbours.
+    env = {"GOMP_SPINCOUNT": "0"} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    actor["runtime_env"] = {"env_vars": env}
+    if placement.label_selector:
+        actor["label_selector"] = placement.label_selector
+    return deployment.options(
+        num_replicas=options.num_replicas,
+        ray_actor_options=actor,
+        health_check_period_s=2,
+        health_check_timeout_s=20,
+    )
+
+
+def _secret(config: Config) -> bytes:
+    """The data plane's shared secret: from a file where hosts must agree, else random for this start."""
+    if config.transport.secret_file is None:
+        return secrets.token_bytes(32)
+    return config.transport.secret_file.read_bytes().strip()
