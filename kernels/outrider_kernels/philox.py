@@ -24,7 +24,7 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     All six arguments are int64 tensors of values in [0, 2^32) that broadcast against each other; so do the results.
     """
     k0, k1 = key
-    shape = torch.broadcast_shapes(*(lane.shape for lane in (*counter, *key)))
+    shape = torch.broadcast_shapes(*(lane.shape for lane in (*counter, *key)))  # type: ignore[no-untyped-call]
     c0, c1, c2, c3 = counter[0].expand(shape), counter[1], counter[2].expand(shape), counter[3]
     for round_ in range(_ROUNDS):
         # A product wraps modulo 2^64, so its arithmetic shift, masked, is still the exact high word. Low words
