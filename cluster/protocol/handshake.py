@@ -68,5 +68,17 @@ def check_proof(secret: bytes, proof: bytes, side: Side, *transcript: bytes) -> 
         raise HandshakeRefused(f"the {side} does not know this application's data-plane secret")
 
 
+DOOR_KEY = "outrider-door-bin"  # gRPC metadata; "-bin" carries bytes
+
+
+def door_key(secret: bytes) -> bytes:
+    """What a connector shows first, so that a stranger costs the listener nothing. Proves nothing: it can be replayed."""
+    return hmac.new(secret, b"door", hashlib.sha256).digest()
+
+
+def opens_door(secret: bytes, key: bytes | str) -> bool:
+    return isinstance(key, bytes) and hmac.compare_digest(door_key(secret), key)
+
+
 def _who(hello: Hello) -> str:
     return f"{hello.role} {hello.replica_id!r}"

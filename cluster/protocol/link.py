@@ -170,6 +170,11 @@ async def admit(pipe: Pipe, hello: Hello, secret: bytes, timeout_s: float = HAND
     return await _bounded(pipe, _admit(pipe, hello, secret), timeout_s)
 
 
+def refusal(reason: str) -> bytes:
+    """The handshake frame that turns a connector away."""
+    return msgspec.msgpack.encode(_Refusal(reason))
+
+
 async def _greet(pipe: Pipe, hello: Hello, secret: bytes) -> Hello:
     nonces = [secrets.token_bytes(NONCE_BYTES)]
     await _send_step(pipe, _Challenge(hello.protocol_version, nonces[0]))
