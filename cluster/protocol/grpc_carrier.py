@@ -7,6 +7,7 @@ falls silent. Creates no event loop; a link belongs to the loop that made it.
 """
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Awaitable, Callable
 
@@ -22,7 +23,7 @@ from cluster.protocol.transport import OnLink
 # ours uses the parent's links.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-import grpc  # noqa: E402
+import grpc
 
 CLOSE_GRACE_S = 1.0  # for queued frames to leave and the peer to say goodbye
 _SERVICE, _METHOD = "outrider.Link", "Stream"
@@ -106,11 +107,11 @@ class _Door:
             await context.write(refusal("the connector does not know this application's data-plane secret"))
             return
         pipe = _ListenerPipe(context)
-        serving = self._links.accept(pipe)
+        self._links.accept(pipe)
         try:
-            await asyncio.shield(serving)
+            await pipe.ended()
         finally:
-            pipe.lost("the peer is gone")  # cancelled by gRPC; the handler still takes what has arrived
+            pipe.lost("the peer is gone")  # gRPC cancels this call; the handler still takes what has arrived
 
 
 class _StreamPipe:
@@ -140,6 +141,10 @@ class _StreamPipe:
 
     async def receive(self) -> bytes:
         return await self._incoming.get()
+
+    async def ended(self) -> None:
+        """Waits until nothing more can come or go; what came may not be taken yet."""
+        await asyncio.wait((self._reader, self._writer))
 
     def lost(self, reason: str) -> None:
         self._incoming.close(reason)
@@ -172,10 +177,8 @@ class _StreamPipe:
             self.lost(reason)
 
     async def _take(self, frame: bytes) -> None:
-        try:
+        with contextlib.suppress(LinkClosed):  # closed on this side: read on, only to see the peer's goodbye
             await self._incoming.put(frame)
-        except LinkClosed:
-            pass  # closed on this side: read on, only to see the peer's goodbye
 
     async def _write_all(self) -> None:
         try:

@@ -72,7 +72,7 @@ DOOR_KEY = "outrider-door-bin"  # gRPC metadata; "-bin" carries bytes
 
 
 def door_key(secret: bytes) -> bytes:
-    """What a connector shows first, so that a stranger costs the listener nothing. Proves nothing: it can be replayed."""
+    """What a connector shows first, so that strangers cost the listener nothing. No proof: it can be replayed."""
     return hmac.new(secret, b"door", hashlib.sha256).digest()
 
 
