@@ -25,7 +25,7 @@ class PageTable:
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        assert num_pages >= 1 and page_size >= 1, (num_pages, page_size)
+        assert min(num_pages, page_size) >= 1, (num_pages, page_size)
         self.num_pages = num_pages
         self.page_size = page_size
         self._free: list[int] = list(range(num_pages - 1, -1, -1))  # a stack; low page numbers go first

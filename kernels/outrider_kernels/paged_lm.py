@@ -101,6 +101,7 @@ def _attend(
     """transformers' attention interface: returns [1, rows, H, D]."""
     plan, key_pages, value_pages = outrider_pass
     layer = module.layer_idx
+    assert isinstance(layer, int)
     keys, values = key_pages[layer], value_pages[layer]
     write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, plan)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

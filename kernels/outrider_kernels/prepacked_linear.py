@@ -50,8 +50,8 @@ def prepack_linears(module: nn.Module) -> int:
 
     A weight tied to an embedding stays alive there, so it costs its memory twice; every other plain weight is freed.
     """
-    linears = [(parent, name, child) for parent in module.modules() for name, child in parent.named_children()]
-    linears = [(parent, name, child) for parent, name, child in linears if type(child) is nn.Linear]
+    children = ((parent, name, child) for parent in module.modules() for name, child in parent.named_children())
+    linears = [(parent, name, child) for parent, name, child in children if type(child) is nn.Linear]
     if not linears or not can_prepack(linears[0][2].weight):
         return 0
     for parent, name, child in linears:

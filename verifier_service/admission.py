@@ -1,0 +1,93 @@
+"""Who may be held: checks what an OpenSession says, reserves the pages a session can ever need, queues the rest.
+
+Knows nothing of passes or results. An admitted session never fails for want of memory; the queue is first in, first
+out and bounded in length and in waiting time.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Literal
+
+from cluster.protocol.messages import OpenSession, Refused
+from outrider_kernels.page_table import PageTable
+from verifier_service.session import Session
+
+RETRY_AFTER_S = 1.0
+
+
+class Admission:
+    """Sessions held (`held`, in order of admission) and waiting (`waiting`, in order of arrival)."""
+
+    def __init__(self, table: PageTable, vocab_size: int, max_len: int, max_sessions: int, max_queued: int) -> None:
+        self.held: OrderedDict[str, Session] = OrderedDict()
+        self.waiting: OrderedDict[str, Session] = OrderedDict()
+        self._table = table
+        self._pool_rows = table.free_tokens
+        self._vocab_size = vocab_size
+        self._max_len = max_len
+        self._max_sessions = max_sessions
+        self._max_queued = max_queued
+
+    def find(self, session_id: str) -> Session | None:
+        return self.held.get(session_id) or self.waiting.get(session_id)
+
+    def open(self, message: OpenSession, now_s: float) -> Refused | None:
+        """Hold or queue the session; None when done."""
+        why = self._fault(message)
+        if why:
+            return _refusal(message, "invalid", why)
+        session = Session(message, self._limit(message), now_s)
+        if session.kv_rows > self._pool_rows:
+            return _refusal(
+                message, "invalid", f"needs {session.kv_rows} KV rows, the whole pool has {self._pool_rows}"
+            )
+        if not self.waiting and self._hold(session):
+            return None
+        if len(self.waiting) >= self._max_queued:
+            return _refusal(message, "overloaded", f"{len(self.held)} sessions held, {len(self.waiting)} waiting")
+        self.waiting[session.id] = session
+        return None
+
+    def release(self, session_id: str) -> None:
+        """Forget the session and let those in who fit now. Unknown ids are nothing to do."""
+        self.waiting.pop(session_id, None)
+        if self.held.pop(session_id, None) is not None:
+            self._table.free(session_id)
+        while self.waiting and self._hold(next(iter(self.waiting.values()))):
+            self.waiting.popitem(last=False)
+
+    def expired(self, before_s: float) -> Iterator[Session]:
+        """Remove and yield the waiting sessions that arrived before that time."""
+        while self.waiting and next(iter(self.waiting.values())).opened_s < before_s:
+            yield self.waiting.popitem(last=False)[1]
+
+    def _hold(self, session: Session) -> bool:
+        if len(self.held) >= self._max_sessions or not self._table.reserve(session.id, session.kv_rows):
+            return False
+        self.held[session.id] = session
+        return True
+
+    def _limit(self, message: OpenSession) -> int:
+        return min(message.prompt_len + message.sampling.max_tokens, self._max_len)
+
+    def _fault(self, message: OpenSession) -> str:
+        """What is wrong with the message, with expected and got; "" when nothing is."""
+        tokens, sampling = message.tokens, message.sampling
+        if not 1 <= message.prompt_len <= len(tokens):
+            return f"prompt_len {message.prompt_len} of {len(tokens)} tokens"
+        if len(tokens) >= self._limit(message):
+            return f"{len(tokens)} tokens leave no room for another: the limit is {self._limit(message)}"
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size:
+            bad = tokens[(tokens < 0) | (tokens >= self._vocab_size)][0]
+            return f"token id {bad} is outside the vocabulary of {self._vocab_size}"
+        if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+            return f"temperature {sampling.temperature} is not a finite number >= 0"
+        if not (math.isfinite(sampling.top_p) and 0 < sampling.top_p <= 1) or sampling.top_k < 0:
+            return f"top_p {sampling.top_p} must be in (0, 1], top_k {sampling.top_k} >= 0"
+        return ""
+
+
+def _refusal(message: OpenSession, code: Literal["invalid", "overloaded"], why: str) -> Refused:
+    retry_after_s = RETRY_AFTER_S if code == "overloaded" else 0.0
+    return Refused(message.session_id, message.epoch, code, why, retry_after_s)

@@ -1,0 +1,36 @@
+"""What the engine needs of a target: facts, and one pass over a ragged batch.
+
+Two implementations: `outrider_kernels.paged_lm.PagedLM` runs a real model, `cluster.simulator.scripted_target` needs
+none. A runner owns the cached rows of its page pool; the engine's page table says whose they are.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from outrider_kernels.ragged_batch import RaggedBatch
+
+
+class Runner(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_len(self) -> int:
+        """Longest sequence, in tokens."""
+        ...
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def numerics(self) -> str:
+        """Fingerprint of everything that can change a logit."""
+        ...
+
+    def run(self, batch: RaggedBatch) -> Tensor:
+        """Write the rows to their slots; the logits of `logit_rows`, [n, vocab] float32."""
+        ...

@@ -1,0 +1,93 @@
+"""One session as the verifier holds it: committed tokens, sampling, and at most one block that waits to be judged.
+
+Knows nothing of pages or passes. `commit` is the only code that appends tokens.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.protocol.messages import OpenSession, VerifyRequest, VerifyResult
+
+
+class Session:
+    """`limit` is the most tokens it may ever have: prompt plus max_tokens, within the target's context."""
+
+    def __init__(self, opened: OpenSession, limit: int, now_s: float) -> None:
+        assert len(opened.tokens) < limit, (len(opened.tokens), limit)
+        self.id = opened.session_id
+        self.epoch = opened.epoch
+        self.sampling = opened.sampling
+        self.limit = limit
+        self.opened_s = now_s
+        self.length = len(opened.tokens)
+        self._tokens = np.zeros(limit, np.int64)
+        self._tokens[: self.length] = opened.tokens
+        self._stop_ids = np.array(opened.sampling.stop_token_ids, np.int64)
+        self.pending: VerifyRequest | None = None
+        self.draft: NDArray[np.int64] = np.empty(0, np.int64)  # of `pending`, as far as it can be judged
+        self.last_result: VerifyResult | None = None
+
+    @property
+    def kv_rows(self) -> int:
+        """Rows that the cache must ever hold: the newest token of a full session is never run."""
+        return max(1, self.limit - 1)
+
+    def tokens(self, start: int, stop: int) -> NDArray[np.int64]:
+        return self._tokens[start : min(stop, self.length)]
+
+    def ask(self, request: VerifyRequest, vocab_size: int, max_depth: int) -> int:
+        """Take a block to judge; how many of its tokens were cut for being no token of the target."""
+        wanted = request.token_ids.astype(np.int64)
+        bad = np.flatnonzero((wanted < 0) | (wanted >= vocab_size))
+        known = int(bad[0]) if len(bad) else len(wanted)
+        # One place of the remaining ones belongs to the token that follows the block.
+        room = self.limit - self.length - 1
+        self.pending = request
+        self.draft = wanted[: min(known, room, max_depth)]
+        return len(wanted) - known
+
+    def commit(self, num_accepted: int, next_token: int, step_ms: float, step_rows: int) -> VerifyResult:
+        """Append what the target chose, cut at the first stop token and at the limit, and answer the pending block.
+
+        A stop token counts, and wins over the limit when both fall on the same token.
+        """
+        assert self.pending is not None
+        chosen = np.append(self.draft[:num_accepted], next_token)
+        assert self.length + len(chosen) <= self.limit, "a block reaches past the limit"
+        stops = np.flatnonzero(np.isin(chosen, self._stop_ids))
+        kept = int(stops[0]) + 1 if len(stops) else len(chosen)
+        self._tokens[self.length : self.length + kept] = chosen[:kept]
+        self.length += kept
+        whole = kept == len(chosen)
+        self.last_result = VerifyResult(
+            session_id=self.id,
+            epoch=self.epoch,
+            block_id=self.pending.block_id,
+            base_len=self.pending.base_len,
+            num_accepted=num_accepted if whole else kept,
+            next_token=int(chosen[-1]) if whole else -1,
+            finish_reason="stop" if len(stops) else "length" if self.length == self.limit else None,
+            step_ms=step_ms,
+            step_rows=step_rows,
+        )
+        self.pending = None
+        return self.last_result
+
+    def fail(self, why: str) -> VerifyResult:
+        """Answer the pending block with an error; the session is over."""
+        assert self.pending is not None
+        asked = self.pending
+        self.pending = None
+        self.last_result = VerifyResult(
+            self.id, self.epoch, asked.block_id, asked.base_len, 0, -1, finish_reason="error", error=why
+        )
+        return self.last_result
+
+    def answers(self, request: VerifyRequest) -> bool:
+        """Whether the last result answers this request, so that it is repeated for a resend."""
+        last = self.last_result
+        return last is not None and (last.epoch, last.base_len, last.block_id) == (
+            request.epoch,
+            request.base_len,
+            request.block_id,
+        )
