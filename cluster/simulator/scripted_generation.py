@@ -1,0 +1,76 @@
+"""A generation that commits what a script says, for tests of the front doors. It records how it was released."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from cluster.protocol.messages import (
+    Committed,
+    FinishReason,
+    RoundStats,
+    SamplingParams,
+    Speculation,
+    Tokens,
+    as_tokens,
+)
+
+
+@dataclass(frozen=True)
+class Burst:
+    """What one round of the script commits, or raises."""
+
+    token_ids: Sequence[int] = ()
+    finish_reason: FinishReason | None = None
+    drafted: int = 0
+    accepted: int = 0
+    error: Exception | None = None
+    failure: str = ""  # the text of a Committed that ends in "error"
+
+
+@dataclass
+class ScriptedGeneration:
+    """Commits the script; a burst of None waits for ever. Records how it was released."""
+
+    prompt: Tokens
+    sampling: SamplingParams
+    speculation: Speculation
+    script: Sequence[Burst | None]
+    finished: list[int] = field(default_factory=list)
+    abandoned: int = 0
+    waiting: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __aiter__(self) -> AsyncIterator[Committed]:
+        length = len(self.prompt)
+        for burst in self.script:
+            if burst is None:
+                self.waiting.set()
+                await asyncio.Event().wait()
+                return
+            if burst.error is not None:
+                raise burst.error
+            await asyncio.sleep(0)
+            stats = RoundStats(burst.drafted, burst.accepted, 1.0, 0.0, 1.0)
+            ids = as_tokens(burst.token_ids)
+            yield Committed("s", 0, length, ids, burst.finish_reason, stats, burst.failure)
+            length += len(ids)
+
+    async def finish(self, kept_len: int) -> None:
+        self.finished.append(kept_len)
+
+    async def abandon(self) -> None:
+        await asyncio.sleep(0)  # a release that is cut short by the reader's cancellation would be seen
+        self.abandoned += 1
+
+
+@dataclass
+class ScriptedGenerator:
+    script: Sequence[Burst | None] = ()
+    opened: list[ScriptedGeneration] = field(default_factory=list)
+    session_ids: list[str] = field(default_factory=list)
+
+    def generate(
+        self, session_id: str, prompt: Tokens, sampling: SamplingParams, speculation: Speculation
+    ) -> ScriptedGeneration:
+        self.session_ids.append(session_id)
+        self.opened.append(ScriptedGeneration(prompt, sampling, speculation, self.script))
+        return self.opened[-1]

@@ -1,0 +1,149 @@
+"""The request fields that work, with their types and limits, and the known fields that do not work yet.
+
+A missing field is None (JSON null means missing). Limits that depend on the model are checked in validate.py.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_DEPTH = 64  # draft tokens in one block
+
+Role = Literal["system", "developer", "user", "assistant"]
+
+
+class Fields(BaseModel):
+    # Strict: "10" is no number and 1.5 no count. Unknown fields are kept aside for the caller to refuse or to name.
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(Fields):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SpeculationFields(Fields):
+    """Ours: what the request says of speculation. `report` adds `metrics.speculative_decoding` to the answer."""
+
+    enabled: bool | None = None
+    max_depth: Annotated[int, Field(ge=0, le=MAX_DEPTH)] | None = None
+    drafter: str | None = None
+    acceptance: Literal["auto", "coupled", "ratio"] | None = None
+    report: bool | None = None
+
+
+class GenerationFields(Fields):
+    """Common to both endpoints."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # -1 and 0 are off
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Any = None  # a string, or up to MAX_STOPS of them
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    speculation: SpeculationFields | None = None
+    user: str | None = None
+
+
+class CompletionFields(GenerationFields):
+    prompt: Any = None  # a string, a list of token ids, or a list with exactly one of these
+
+
+class Message(Fields):
+    role: Role
+    content: Any = None  # a string, or a list of text parts
+    name: str | None = None
+
+
+class ChatFields(GenerationFields):
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_generation_prompt: bool | None = None
+
+
+class TokenizeFields(Fields):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeFields(Fields):
+    model: str | None = None
+    tokens: list[int] | None = None
+
+
+# Known fields that do not work yet, each with the values that ask for nothing. Anything else is refused by name,
+# because an answer that silently lacks what was asked for is worse than none. Missing and null always ask for nothing.
+NOT_YET: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "response_format": ({"type": "text"},),
+    "prediction": (),
+    "priority": (0,),
+    "request_id": (),
+    "session_id": (),
+    "cache_salt": (),
+    "service_tier": ("auto", "default"),
+}
+COMPLETION_NOT_YET: Mapping[str, tuple[Any, ...]] = {
+    **NOT_YET,
+    "logprobs": (),  # 0 asks for the log-probability of the chosen token
+    "echo": (False,),
+    "suffix": ("",),
+}
+CHAT_NOT_YET: Mapping[str, tuple[Any, ...]] = {
+    **NOT_YET,
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "echo": (False,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "reasoning_effort": (),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "modalities": (["text"],),
+    "audio": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "store": (False,),
+}
+MESSAGE_NOT_YET: Mapping[str, tuple[Any, ...]] = {
+    "tool_calls": ([],),
+    "tool_call_id": (),
+    "function_call": (),
+    "audio": (),
+}
