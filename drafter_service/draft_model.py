@@ -1,0 +1,190 @@
+"""Drafts with a causal language model of the target's vocabulary, many sessions of different lengths at once.
+
+Owns the model's KV pages per session; knows nothing of links. What a session's cache holds is always a prefix of its
+committed tokens followed by this drafter's own latest proposals, which the next request confirms or rolls back.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.protocol.messages import DraftBlock, DraftRequest, Epoch, SamplingParams, Stale, as_tokens
+from drafter_service.history import reconcile, unknown
+from drafter_service.interface import DraftAnswer
+from outrider_kernels.accept import SamplingRows, choose_tokens
+from outrider_kernels.page_table import PageTable
+from outrider_kernels.ragged_batch import Piece, RaggedBatch, pack
+
+
+class LanguageModel(Protocol):
+    """What is needed of outrider_kernels.paged_lm.PagedLM."""
+
+    num_pages: int
+    page_size: int
+    vocab_size: int
+    max_len: int
+
+    def run(self, batch: RaggedBatch) -> Tensor:
+        """Logits [logit rows, vocab] float32 of one pass; the rows' keys and values land in their slots."""
+        ...
+
+
+@dataclass(slots=True)
+class _Session:
+    epoch: Epoch
+    committed: int = 0  # how many of the tokens earlier requests vouched for
+    tokens: list[int] = field(default_factory=list)  # committed ones, then this drafter's own proposals
+
+
+@dataclass(slots=True)
+class _Draft:
+    """One request on its way to an answer."""
+
+    request: DraftRequest
+    depth: int
+    tokens: list[int] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
+
+
+class DraftModel:
+    """`vocab_size` is the target's: a model with padding rows in its head must not propose ids beyond it."""
+
+    def __init__(self, model: LanguageModel, vocab_size: int, max_depth: int = 8, max_sessions: int = 256) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+        self._max_depth = max_depth
+        self._max_sessions = max_sessions
+        self._pages = PageTable(model.num_pages, model.page_size)
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()  # least recently used first
+
+    @property
+    def sessions(self) -> int:
+        return len(self._sessions)
+
+    def cached_rows(self, session_id: str) -> int:
+        """Rows with keys and values, 0 for unknown sessions."""
+        return self._pages.length(session_id) if session_id in self._pages else 0
+
+    def close(self, session_id: str) -> None:
+        self._sessions.pop(session_id, None)
+        if session_id in self._pages:
+            self._pages.free(session_id)
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftAnswer]:
+        busy = {request.session_id for request in requests}
+        started = [self._start(request, busy) for request in requests]
+        drafts = [draft for draft in started if isinstance(draft, _Draft) and draft.depth > 0]
+        if drafts:
+            self._draft_together(drafts)
+        while len(self._sessions) > self._max_sessions:
+            self.close(next(iter(self._sessions)))
+        return [one if isinstance(one, Stale) else _block(one) for one in started]
+
+    # --- before the first pass ------------------------------------------------------------------------------------
+
+    def _start(self, request: DraftRequest, busy: set[str]) -> _Draft | Stale:
+        """Brings the session to the request's history and decides how deep it can draft."""
+        room = self._model.max_len - request.base_len + 1  # the last proposal needs no row of its own
+        if room <= 0:
+            self.close(request.session_id)  # it will only grow: depth 0 for this session, the others are not touched
+            return _Draft(request, 0)
+        session = self._extended(request)
+        if isinstance(session, Stale):
+            return session
+        depth = min(request.depth, self._max_depth, room)
+        if depth and not self._reserve(request.session_id, request.base_len + depth - 1, busy):
+            self.close(request.session_id)
+            return _Draft(request, 0)
+        return _Draft(request, depth)
+
+    def _extended(self, request: DraftRequest) -> _Session | Stale:
+        start = request.base_len - len(request.new_tokens)
+        session = self._sessions.get(request.session_id)
+        if session is None:
+            if start > 0:
+                return unknown(request)
+            session = _Session(request.epoch)
+        kept = reconcile(session.tokens, session.epoch, session.committed, request)
+        if isinstance(kept, Stale):
+            return kept
+        session.tokens[kept:] = request.new_tokens[kept - start :].tolist()
+        session.epoch, session.committed = request.epoch, request.base_len
+        self._sessions[request.session_id] = session
+        self._sessions.move_to_end(request.session_id)
+        if request.session_id in self._pages:
+            # The anchor's row is run again where it is cached: its logits are where drafting starts.
+            rows = min(kept, request.base_len - 1, self._pages.length(request.session_id))
+            self._pages.roll_back(request.session_id, rows)
+        return session
+
+    def _reserve(self, session_id: str, rows: int, busy: set[str]) -> bool:
+        """Make room, if need be by forgetting the sessions that were idle longest: caches are disposable."""
+        while not self._pages.reserve(session_id, rows):
+            idle = next((sid for sid in self._sessions if sid not in busy and sid in self._pages), None)
+            if idle is None:
+                return False
+            self.close(idle)
+        return True
+
+    # --- passes ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _draft_together(self, drafts: list[_Draft]) -> None:
+        """The first pass takes everything new of every session, the others one row each; who is done drops out."""
+        sampling = SamplingRows.of(
+            [_draft_sampling(draft.request.sampling) for draft in drafts],
+            [draft.request.base_len for draft in drafts],
+        )
+        pieces = [self._new_rows(draft.request.session_id) for draft in drafts]
+        active = torch.arange(len(drafts))
+        while drafts:
+            logits = self._model.run(pack(self._pages, pieces))[:, : self._vocab_size]
+            rows = sampling.take(active)
+            step = len(drafts[0].tokens)
+            chosen = choose_tokens(logits, rows, rows.base_len + step).tolist()
+            for draft, token, confidence in zip(drafts, chosen, _confidence(logits), strict=True):
+                draft.tokens.append(token)
+                draft.confidence.append(confidence)
+            going_on = [place for place, draft in enumerate(drafts) if len(draft.tokens) < draft.depth]
+            active = active[going_on]
+            drafts = [drafts[place] for place in going_on]
+            pieces = [self._proposed_row(draft) for draft in drafts]
+
+    def _new_rows(self, session_id: str) -> Piece:
+        tokens = self._sessions[session_id].tokens
+        return Piece(session_id, np.array(tokens[self._pages.length(session_id) :], np.int64), logits=1)
+
+    def _proposed_row(self, draft: _Draft) -> Piece:
+        token = draft.tokens[-1]
+        self._sessions[draft.request.session_id].tokens.append(token)
+        return Piece(draft.request.session_id, np.array([token], np.int64), logits=1)
+
+
+def _draft_sampling(sampling: SamplingParams) -> SamplingParams:
+    """Under the coupled rule the drafter races with the target's noise; under the ratio rule a point mass must not
+    depend on any noise, so it drafts greedily."""
+    if sampling.rule == "coupled":
+        return sampling
+    return SamplingParams(max_tokens=sampling.max_tokens)
+
+
+def _confidence(logits: Tensor) -> list[float]:
+    """The probability of the most likely token, which unlike that of the chosen one may decide how deep to verify."""
+    confidence: list[float] = (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).exp().tolist()
+    return confidence
+
+
+def _block(draft: _Draft) -> DraftBlock:
+    return DraftBlock(
+        session_id=draft.request.session_id,
+        epoch=draft.request.epoch,
+        block_id=draft.request.block_id,
+        base_len=draft.request.base_len,
+        token_ids=as_tokens(draft.tokens),
+        confidence=np.array(draft.confidence, np.float32),
+    )
