@@ -9,6 +9,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ __all__ = ["PagedLM", "RaggedBatch", "UnsupportedModel"]
 logger = logging.getLogger(__name__)
 
 _ATTENTION = "outrider_paged"
+# Arguments by which models change what attention computes.
+_FALSIFYING = ("sliding_window", "softcap", "s_aux", "position_bias")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -63,6 +66,7 @@ class PagedLM:
         shape = (config.num_hidden_layers, num_pages, page_size, kv_heads, head_dim)
         self._key_pages = torch.zeros(shape, dtype=_DTYPES[dtype], device=self._device)
         self._value_pages = torch.zeros_like(self._key_pages)
+        self._try_one_row()
 
     @torch.inference_mode()
     def run(self, batch: RaggedBatch) -> Tensor:
@@ -86,6 +90,14 @@ class PagedLM:
         logits: Tensor = output.logits[0]
         return logits.float()
 
+    def _try_one_row(self) -> None:
+        """Fail at the start, not at the first session."""
+        zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
+        try:
+            self.run(RaggedBatch(zero, zero, zero, np.array([0, 1]), one, zero[None], zero))
+        except RuntimeError as error:  # of torch: keys and values of other shapes than the configuration says
+            raise UnsupportedModel(f"{type(self._model).__name__} does not run over a paged cache: {error}") from error
+
 
 def _attend(
     module: nn.Module,
@@ -99,6 +111,8 @@ def _attend(
     **extras: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: returns [1, rows, H, D]."""
+    if found := [name for name in _FALSIFYING if extras.get(name) is not None]:
+        raise UnsupportedModel(f"{type(module).__name__} asks for {found[0]}, which paged attention does not compute")
     plan, key_pages, value_pages = outrider_pass
     layer = module.layer_idx
     assert isinstance(layer, int)
