@@ -144,7 +144,7 @@ class Placement:
         session.clock.asked = False  # the time of a round that moved says nothing of its draft
         session.state.limit_to(verifier.hello.max_len)
         session.numerics = session.numerics or verifier.hello.numerics
-        verifier.given_tokens += session.need_tokens
+        verifier.given_tokens += min(session.need_tokens, session.state.limit_len)
         if session.state.outstanding is None:
             self._rounds.begin_without_draft(session, "prefill")
         verifier.dispatcher.open(session)

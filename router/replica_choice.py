@@ -20,6 +20,7 @@ class VerifierLoad:
     capacity: int  # sessions at once; 0 = it does not say
     free_kv_tokens: int
     numerics: str = ""
+    max_len: int = 0  # no session grows beyond it; 0 = it does not say
 
 
 def rendezvous(key: str, replica_ids: Iterable[str]) -> list[str]:
@@ -40,7 +41,8 @@ def choose_verifier(
     """
 
     def order(v: VerifierLoad) -> tuple[bool, bool, bool, float, int, str]:
-        full = v.free_kv_tokens < need_tokens or bool(v.capacity and v.sessions >= v.capacity)
+        need = min(need_tokens, v.max_len) if v.max_len else need_tokens
+        full = v.free_kv_tokens < need or bool(v.capacity and v.sessions >= v.capacity)
         other_numerics = bool(numerics) and v.numerics != numerics
         share = v.sessions / (v.capacity or 64)
         return (v.replica_id == avoid, other_numerics, full, share, -v.free_kv_tokens, v.replica_id)

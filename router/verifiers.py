@@ -39,7 +39,7 @@ class Verifier:
             sessions = max(sessions, self.report.sessions + self.report.queued)
             capacity = self.report.capacity
             free = self.report.free_kv_tokens - self.given_tokens
-        return VerifierLoad(self.replica_id, sessions, capacity, free, self.hello.numerics)
+        return VerifierLoad(self.replica_id, sessions, capacity, free, self.hello.numerics, self.hello.max_len)
 
     def take_report(self, report: LoadReport) -> None:
         self.report, self.given_tokens = report, 0

@@ -1,0 +1,257 @@
+"""A whole data plane in one process: board, routers, real verifiers over a scripted target, real drafter services.
+
+For tests of everything behind the front doors. Replicas are started and killed by name; nothing here knows a model.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from cluster.board import LocalBoard, Registration
+from cluster.config import DepthPolicyConfig, RouterConfig
+from cluster.protocol.faults import Faults
+from cluster.protocol.local import LocalTransport
+from cluster.protocol.messages import (
+    Committed,
+    DraftBlock,
+    DraftRequest,
+    Hello,
+    SamplingParams,
+    Speculation,
+    Stale,
+    as_tokens,
+)
+from cluster.simulator.scripted_target import ScriptedLaw, ScriptedTarget
+from drafter_service.interface import DraftAnswer
+from drafter_service.service import DrafterService
+from router.client import RouterClient
+from router.service import RouterService
+from verifier_service.engine import Engine
+from verifier_service.service import VerifierService
+
+LAW = ScriptedLaw(vocab_size=64, seed=7, spread=8.0)
+Propose = Callable[[list[int], DraftRequest], Sequence[int]]  # committed tokens, the request -> the block
+
+
+def oracle(tokens: list[int], request: DraftRequest) -> list[int]:
+    """The target's own continuation."""
+    tokens = list(tokens)
+    for _ in range(request.depth):
+        tokens.append(LAW.next_token(tokens, request.sampling))
+    return tokens[request.base_len :]
+
+
+def wrong(tokens: list[int], request: DraftRequest) -> list[int]:
+    return [(token + 1) % LAW.vocab_size for token in oracle(tokens, request)]
+
+
+def right_then_wrong(right: int) -> Propose:
+    def propose(tokens: list[int], request: DraftRequest) -> list[int]:
+        block = oracle(tokens, request)
+        return block[:right] + [(token + 1) % LAW.vocab_size for token in block[right:]]
+
+    return propose
+
+
+def nothing(tokens: list[int], request: DraftRequest) -> list[int]:
+    return []
+
+
+def foreign_ids(tokens: list[int], request: DraftRequest) -> list[int]:
+    """One right token, then ids that no vocabulary has, and more of them than asked for."""
+    return [*oracle(tokens, request)[:1], LAW.vocab_size, -5, *range(40)]
+
+
+@dataclass
+class ProposingDrafter:
+    """Implements Drafter by a function of the whole committed text."""
+
+    propose: Propose
+    texts: dict[str, list[int]] = field(default_factory=dict)
+    requests: list[DraftRequest] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+    forget: bool = False  # answers Stale to whatever does not bring the whole text
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftAnswer]:
+        self.requests.extend(requests)
+        self.batches.append(len(requests))
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: DraftRequest) -> DraftAnswer:
+        start = request.base_len - len(request.new_tokens)
+        held = [] if self.forget else self.texts.get(request.session_id, [])
+        if start > len(held):
+            return Stale(request.session_id, request.block_id, request.epoch, len(held))
+        text = held[:start] + request.new_tokens.tolist()
+        self.texts[request.session_id] = text
+        block = as_tokens(self.propose(text, request))
+        confidence = np.empty(0, np.float32)
+        return DraftBlock(request.session_id, request.epoch, request.block_id, request.base_len, block, confidence)
+
+    def close(self, session_id: str) -> None:
+        self.texts.pop(session_id, None)
+
+    @property
+    def sessions(self) -> int:
+        return len(self.texts)
+
+
+class DataPlane:
+    """Builds and kills replicas. Everything speaks over one LocalTransport."""
+
+    def __init__(self, faults: Faults | None = None) -> None:
+        self.transport = LocalTransport(faults)
+        self.board = LocalBoard(time.monotonic)
+        self.engines: dict[str, Engine] = {}
+        self.targets: dict[str, ScriptedTarget] = {}
+        self.routers: dict[str, RouterService] = {}
+        self.clients: list[RouterClient] = []
+        self._closers: dict[str, Callable[[], object]] = {}
+        self._registrations: dict[str, Registration] = {}
+        self._numbers = itertools.count()
+        self._renewing = asyncio.create_task(self._renew())
+
+    async def _renew(self) -> None:
+        while True:
+            for registration in self._registrations.values():
+                await self.board.renew(registration)
+            await asyncio.sleep(0.5)
+
+    async def _join(self, replica_id: str, pool: str, address: str, hello: Hello, closer: Callable) -> None:
+        self._closers[replica_id] = closer
+        self._registrations[replica_id] = Registration(replica_id, pool, address, hello)
+        await self.board.renew(self._registrations[replica_id])
+
+    async def verifier(
+        self,
+        name: str = "v0",
+        *,
+        on_run: Callable | None = None,
+        pages: int = 512,
+        max_sessions: int = 32,
+        queued: int = 32,
+        chunk: int = 64,
+        max_depth: int = 16,
+        max_len: int = 1024,
+    ) -> VerifierService:
+        target = ScriptedTarget(LAW, num_pages=pages, on_run=on_run, max_len=max_len)
+        engine = Engine(
+            target,
+            max_sessions=max_sessions,
+            max_queued_sessions=queued,
+            prefill_chunk_tokens=chunk,
+            max_depth=max_depth,
+        )
+        service = VerifierService(engine, Hello("verifier", name, model_id="scripted"), self.transport)
+        self.engines[name], self.targets[name] = engine, target
+        await self._join(name, "verifier", await service.start(), service.hello, service.close)
+        return service
+
+    async def drafter(
+        self, drafter: ProposingDrafter | Propose, name: str = "d0", pool: str = "scripted", **facts: object
+    ) -> ProposingDrafter:
+        fake = drafter if isinstance(drafter, ProposingDrafter) else ProposingDrafter(drafter)
+        hello = Hello("drafter", name, drafter_kind="scripted", drafter_name=pool, max_depth=16, **facts)
+        service = DrafterService(fake, hello, self.transport)
+        await self._join(name, "drafter", await service.start(), hello, service.close)
+        return fake
+
+    async def router(
+        self,
+        name: str = "r0",
+        *,
+        depth: int = 4,
+        bypass: bool = False,
+        names: Sequence[str] = ("scripted",),
+        poll_s: float = 0.02,
+        repeat_after_s: float = 10.0,
+        **config: object,
+    ) -> RouterService:
+        policy = DepthPolicyConfig(kind="fixed" if depth else "off", depth=depth, bypass=bypass)
+        service = RouterService(
+            RouterConfig(depth_policy=policy, **config),
+            names,
+            Hello("router", name),
+            self.transport,
+            self.board,
+            poll_s=poll_s,
+            repeat_after_s=repeat_after_s,
+        )
+        await service.start()
+        self.routers[name] = service
+        self._closers[name] = service.close
+        await until(lambda: len(service.stats()) and self._sees_all(service))
+        return service
+
+    def _sees_all(self, service: RouterService) -> bool:
+        stats = service.stats()
+        drafters = sum(r.pool == "drafter" for r in self._registrations.values())
+        verifiers = sum(r.pool == "verifier" for r in self._registrations.values())
+        return stats["drafters"] == drafters and (len(self.routers) > 0 or stats["verifiers"] == verifiers)
+
+    def client(self, name: str = "i0", **options: object) -> RouterClient:
+        self.clients.append(RouterClient(self.transport, self.board, Hello("ingress", name), **options))
+        return self.clients[-1]
+
+    async def kill(self, name: str, *, forget: bool = True) -> None:
+        """The replica is gone: its links break; the board knows unless `forget` is False."""
+        self._registrations.pop(name, None)
+        if forget:
+            await self.board.leave(name)
+        await self._closers.pop(name)()
+
+    async def close(self) -> None:
+        self._renewing.cancel()
+        for client in self.clients:
+            await client.close()
+        for name in sorted(self._closers, reverse=True):  # verifiers, then routers, then drafters
+            with contextlib.suppress(KeyError):
+                await self._closers[name]()
+
+    async def freed(self) -> None:
+        """Until no pool holds a session."""
+        await until(lambda: not any(e._admission.held or e._admission.waiting for e in self.engines.values()))
+
+    async def generate(
+        self,
+        client: RouterClient,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        speculation: Speculation | None = None,
+        on_burst: Callable | None = None,
+    ) -> "Text":
+        """Runs one generation to its end, checking that bursts neither overlap nor leave a gap."""
+        session_id = f"s{next(self._numbers)}"
+        generation = client.generate(session_id, as_tokens(prompt), sampling, speculation or Speculation())
+        text = Text()
+        async for burst in generation:
+            assert burst.base_len == len(prompt) + len(text.tokens)
+            text.add(burst)
+            if on_burst is not None:
+                await on_burst(generation, text)
+        return text
+
+
+@dataclass
+class Text:
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str = ""
+    bursts: list[Committed] = field(default_factory=list)
+
+    def add(self, burst: Committed) -> None:
+        assert self.finish_reason is None, "a burst after the last one"
+        self.tokens += burst.token_ids.tolist()
+        self.finish_reason, self.error = burst.finish_reason, burst.error
+        self.bursts.append(burst)
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Waits for a condition that other tasks bring about."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.002)
