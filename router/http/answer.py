@@ -37,11 +37,11 @@ class Answer:
         """One text a burst, empty where the burst completed nothing that may be shown. Raises OutriderError."""
         request, door = self._request, self._door
         with door.load.entered():
-            door.metrics.request_started(len(request.prompt))
-            outcome = "abort"
             generation = door.generator.generate(
                 door.new_session_id(), request.prompt, request.sampling, request.speculation
             )
+            door.metrics.request_started(len(request.prompt))
+            outcome = "abort"
             try:
                 async for burst in generation:
                     yield self._take(burst)
@@ -56,9 +56,9 @@ class Answer:
                 outcome = "error"
                 raise
             finally:
+                door.metrics.request_finished(outcome, self._received > 0, door.clock() - self._started_s)
                 if outcome in ("abort", "error"):
                     await _to_the_end(generation.abandon())
-                door.metrics.request_finished(outcome, self._received > 0, door.clock() - self._started_s)
 
     def usage(self) -> dict[str, Any]:
         """What counts so far: tokens kept, never those behind a stop string."""

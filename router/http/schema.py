@@ -47,7 +47,7 @@ class GenerationFields(Fields):
     top_k: Annotated[int, Field(ge=-1)] | None = None  # -1 and 0 are off
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Any = None  # a string, or up to MAX_STOPS of them
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: Annotated[list[Any], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -85,7 +85,7 @@ class TokenizeFields(Fields):
 
 class DetokenizeFields(Fields):
     model: str | None = None
-    tokens: list[int] | None = None
+    tokens: list[Any] | None = None  # token ids
 
 
 # Known fields that do not work yet, each with the values that ask for nothing. Anything else is refused by name,

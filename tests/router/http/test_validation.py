@@ -1,0 +1,299 @@
+"""Every field works or is refused by name; nothing reaches the router before that."""
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.protocol.messages import Speculation
+from cluster.simulator.scripted_generation import ScriptedGenerator
+from router.http.schema import CHAT_NOT_YET, COMPLETION_NOT_YET
+from router.http.text_codec import TextCodec
+
+Say = Callable[..., list[int]]
+Serving = Callable[..., httpx.AsyncClient]
+NAN, INF = float("nan"), float("inf")
+USER = {"role": "user", "content": "x"}
+
+
+@pytest.fixture(autouse=True)
+def answers(say: Say) -> None:
+    say("the dog", finish="length")
+
+
+async def post(client: httpx.AsyncClient, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
+    """Post with `prompt` or `messages` filled in; NaN and Infinity go as Python writes them."""
+    import json
+
+    base = {"prompt": "x"} if path == "/v1/completions" else {"messages": [USER]}
+    headers = {"content-type": "application/json"}
+    return await client.post(path, content=json.dumps(base | fields), headers=headers)
+
+
+def refused(response: httpx.Response, param: str | None) -> None:
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param, error
+    assert error["type"] == "invalid_request_error"
+    if param is not None and error["code"] is None:
+        assert param in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("temperature", v) for v in (NAN, INF, -INF, "nan", -0.1, 2.0001, 100, 1e308, True)],
+        *[("top_p", v) for v in (NAN, INF, 0, -1, 1.01, "1")],
+        *[("top_k", v) for v in (-2, 1.5, "4", NAN)],
+        *[(name, v) for name in ("max_tokens", "max_completion_tokens") for v in (0, -1, 1.5, "10", True)],
+        *[("seed", v) for v in (2**63, -(2**63) - 1, 1.5, "1")],
+        *[("stop", v) for v in ("", ["a", ""], 3, ["a"] * 17, [3], "a" * 1025, {"a": 1})],
+        *[("stop_token_ids", v) for v in ([-1], [10**6], [1] * 129, [1] * 100_000, ["1"], [True], 5)],
+        *[("truncate_prompt_tokens", v) for v in (0, -1, 65, 1.5)],
+        *[(name, v) for name in ("ignore_eos", "stream", "skip_special_tokens") for v in (1, "true")],
+        ("model", 5),
+        ("user", 5),
+        ("stream_options", {"include_usage": True}),
+        ("prompt", ""),
+        ("prompt", []),
+        ("prompt", [[]]),
+        ("prompt", 5),
+        ("prompt", ["a", "b"]),
+        ("prompt", [[1], [2]]),
+        ("prompt", [1, "a"]),
+        ("prompt", [1.5]),
+        ("prompt", [True]),
+        ("prompt", [-1]),
+        ("prompt", [10**6]),
+        ("prompt", None),
+    ],
+)
+async def test_a_wrong_value_is_refused_by_name(
+    serving: Serving, generator: ScriptedGenerator, field: str, value: Any
+) -> None:
+    refused(await post(serving(), **{field: value}), field)
+    assert generator.opened == []
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [
+        ({"max_depth": 65}, "speculation.max_depth"),
+        ({"max_depth": -1}, "speculation.max_depth"),
+        ({"enabled": "no"}, "speculation.enabled"),
+        ({"drafter": "nobody"}, "speculation.drafter"),
+        ({"acceptance": "always"}, "speculation.acceptance"),
+        ({"acceptance": "ratio"}, "speculation.acceptance"),
+        (False, "speculation"),
+    ],
+)
+async def test_a_wrong_wish_about_speculation_is_refused_by_name(serving: Serving, value: Any, param: str) -> None:
+    refused(await post(serving(), speculation=value), param)
+
+
+WANTED = {
+    "n": 2,
+    "best_of": 3,
+    "logprobs": 0,
+    "top_logprobs": 1,
+    "echo": True,
+    "suffix": "s",
+    "presence_penalty": 0.1,
+    "frequency_penalty": NAN,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"191222": -100},
+    "min_p": NAN,
+    "min_tokens": 1,
+    "bad_words": ["a"],
+    "allowed_token_ids": [1] * 2000,
+    "tools": [{"type": "function"}],
+    "tool_choice": "required",
+    "response_format": {"type": "json_object"},
+    "chat_template_kwargs": {"a": 1},
+    "functions": [{}],
+    "function_call": {"name": "f"},
+    "continue_final_message": True,
+    "documents": [{}],
+    "modalities": ["audio"],
+    "store": True,
+    "priority": 1,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "spaces_between_special_tokens": False,
+    "service_tier": "flex",
+    "parallel_tool_calls": 1,
+}
+
+
+@pytest.mark.parametrize("field", sorted(COMPLETION_NOT_YET))
+async def test_a_completion_field_that_does_not_work_yet_is_refused_unless_it_asks_for_nothing(
+    serving: Serving, generator: ScriptedGenerator, field: str
+) -> None:
+    refused(await post(serving(), **{field: WANTED.get(field, "something")}), field)
+    assert generator.opened == []
+    for neutral in (None, *COMPLETION_NOT_YET[field]):
+        response = await post(serving(strict=True), **{field: neutral})
+        assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("field", sorted(CHAT_NOT_YET))
+async def test_a_chat_field_that_does_not_work_yet_is_refused_unless_it_asks_for_nothing(
+    serving: Serving, generator: ScriptedGenerator, field: str
+) -> None:
+    wanted = True if field == "logprobs" else WANTED.get(field, "something")
+    refused(await post(serving(), "/v1/chat/completions", **{field: wanted}), field)
+    assert generator.opened == []
+    for neutral in (None, *CHAT_NOT_YET[field]):
+        response = await post(serving(strict=True), "/v1/chat/completions", **{field: neutral})
+        assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("x", "messages"),
+        (None, "messages"),
+        ([{"role": "user"}], "messages.0.content"),
+        ([{"role": "user", "content": None}], "messages.0.content"),
+        ([USER, {"role": "user", "content": 5}], "messages.1.content"),
+        ([{"role": "user", "content": []}], "messages.0.content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}], "messages.0.content"),
+        ([{"role": "robot", "content": "x"}], "messages.0.role"),
+        ([{"role": "tool", "content": "x", "tool_call_id": "c"}], "messages.0.role"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages.0.tool_calls"),
+        ([{"content": "x"}], "messages.0.role"),
+        (["x"], "messages.0"),
+        ([USER, {"role": "system", "content": "late"}], "messages"),
+    ],
+)
+async def test_wrong_messages_are_refused_by_name(serving: Serving, messages: Any, param: str) -> None:
+    refused(await post(serving(), "/v1/chat/completions", messages=messages), param)
+
+
+async def test_messages_reach_the_template_in_every_supported_form(
+    serving: Serving, generator: ScriptedGenerator, codec: TextCodec
+) -> None:
+    messages = [
+        {"role": "developer", "content": "s", "name": None},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c", "tool_calls": None, "refusal": None},
+    ]
+    response = await post(serving(strict=True), "/v1/chat/completions", messages=messages, add_generation_prompt=False)
+    assert response.status_code == 200, response.text
+    text = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n"
+    assert generator.opened[0].prompt.tolist() == codec.encode(text, add_special_tokens=False)
+
+
+async def test_what_is_asked_reaches_the_router(
+    serving: Serving, generator: ScriptedGenerator, codec: TextCodec
+) -> None:
+    response = await post(
+        serving(strict=True),
+        prompt=[[5, 6, 7]],
+        max_tokens=9,
+        max_completion_tokens=9,
+        temperature=2,
+        top_p=1,
+        top_k=3,
+        seed=-1,
+        stop_token_ids=[4, 4],
+        ignore_eos=True,
+        user="u",
+        speculation={"enabled": True, "max_depth": 0, "drafter": "lookup", "acceptance": "coupled"},
+    )
+    assert response.status_code == 200, response.text
+    opened = generator.opened[0]
+    assert opened.prompt.tolist() == [5, 6, 7]
+    sampling = opened.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (9, 2.0, 1.0, 3)
+    assert (sampling.key, sampling.stop_token_ids, sampling.rule) == (2**64 - 1, (4,), "coupled")
+    assert opened.speculation == Speculation(True, 0, "lookup")
+
+
+async def test_what_is_not_asked_comes_from_the_model_and_the_context(
+    serving: Serving, generator: ScriptedGenerator, codec: TextCodec
+) -> None:
+    keys = iter((11, 12))
+    client = serving(new_key=lambda: next(keys))
+    for _ in range(2):
+        await post(client, prompt=[5, 6, 7], max_tokens=None, temperature=None, seed=None, speculation={})
+    first, second = (opened.sampling for opened in generator.opened)
+    assert (first.temperature, first.top_p, first.top_k) == (0.7, 0.9, 20)
+    assert (first.max_tokens, first.stop_token_ids) == (61, codec.eos_ids)
+    assert (first.key, second.key) == (11, 12)
+    assert generator.opened[0].speculation == Speculation()
+
+
+async def test_speculation_can_be_switched_off(serving: Serving, generator: ScriptedGenerator) -> None:
+    await post(serving(), speculation={"enabled": False})
+    assert generator.opened[0].speculation.enabled is False
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-30, 1e-7, 1e-4])
+async def test_a_tiny_temperature_is_greedy(serving: Serving, generator: ScriptedGenerator, temperature: float) -> None:
+    await post(serving(), temperature=temperature)
+    assert generator.opened[0].sampling.temperature == 0.0
+
+
+@pytest.mark.parametrize("top_k", [-1, 0, 10**6, 2**63])
+async def test_top_k_off_or_above_the_vocabulary_is_off(
+    serving: Serving, generator: ScriptedGenerator, top_k: int
+) -> None:
+    assert (await post(serving(), top_k=top_k)).status_code == 200
+    assert generator.opened[0].sampling.top_k == 0
+
+
+async def test_lists_at_their_limits_work(serving: Serving, generator: ScriptedGenerator) -> None:
+    response = await post(serving(), stop=["x" * 1024] * 16, stop_token_ids=list(range(128)))
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "status"),
+    [(63, None, 200), (63, 1, 200), (64, None, 400), (65, None, 400), (250, None, 400), (63, 2, 400), (10, 10**6, 400)],
+)
+async def test_prompt_and_answer_must_fit_the_context(
+    serving: Serving, generator: ScriptedGenerator, prompt_len: int, max_tokens: int | None, status: int
+) -> None:
+    response = await post(serving(), prompt=[5] * prompt_len, max_tokens=max_tokens)
+    assert response.status_code == status
+    assert len(generator.opened) == (status == 200)
+    if status == 400:
+        error = response.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "maximum context length is 64 tokens" in error["message"]
+        assert f"{prompt_len} tokens" in error["message"]
+
+
+async def test_contradicting_limits_of_the_answer_are_refused(serving: Serving) -> None:
+    refused(await post(serving(), max_tokens=5, max_completion_tokens=6), "max_completion_tokens")
+
+
+async def test_a_truncated_prompt_keeps_its_end(serving: Serving, generator: ScriptedGenerator) -> None:
+    response = await post(serving(), prompt=list(range(100)), truncate_prompt_tokens=10)
+    assert response.json()["usage"]["prompt_tokens"] == 10
+    assert generator.opened[0].prompt.tolist() == list(range(90, 100))
+
+
+async def test_unknown_fields_are_named_in_a_header_or_refused_when_strict(serving: Serving) -> None:
+    fields = {"foo": 1, "bad\r\nname: é": 2, "nothing": None, "stream_options": {"bar": 3}, "stream": True}
+    response = await post(serving(), **fields)
+    assert response.status_code == 200
+    assert response.headers["x-outrider-ignored"] == "foo, bad??name:??, stream_options.bar".replace(
+        "name:??", "name???"
+    )
+    refused(await post(serving(strict=True), foo=1), "foo")
+    assert "x-outrider-ignored" not in (await post(serving())).headers
+
+
+async def test_unknown_fields_of_messages_are_named_too(serving: Serving) -> None:
+    response = await post(serving(), "/v1/chat/completions", messages=[USER | {"mood": "good"}] * 2)
+    assert response.headers["x-outrider-ignored"] == "messages.mood"
+
+
+async def test_another_models_name_is_404(serving: Serving) -> None:
+    response = await post(serving(), model="gpt-5")
+    assert response.status_code == 404
+    assert response.json()["error"]["param"] == "model"
