@@ -16,7 +16,7 @@ from typing import Literal
 from cluster.protocol.codec import Malformed, decode, encode, encode_malformed
 from cluster.protocol.errors import LinkClosed
 from cluster.protocol.messages import Hello, Message
-from cluster.protocol.pipe import Pipe
+from cluster.protocol.pipe import CLOSE_GRACE_S, Pipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +124,9 @@ class FaultyPipe:
         self._arrived.popleft()  # only now: cancelling the wait loses nothing
         return first.frame
 
-    async def close(self) -> None:
+    async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
         self._closed.set()
-        await self._pipe.close()
+        await self._pipe.close(grace_s)
 
     def _disturb(self, stamped: bytes) -> None:
         (sent_at_s,) = _SENT_AT.unpack_from(stamped)

@@ -2,7 +2,7 @@
 
 No .proto here: the frame is our own (codec.py), so gRPC gets a generic handler and passes bytes through unchanged; what
 we use of it is HTTP/2's flow control, keepalive and length limits. Public APIs have their .proto elsewhere.
-A link has a connection of its own and dies alone: at once when the peer's process does, within 2.5 s when the peer
+A link has a connection of its own and dies alone: at once when the peer's process does, within 3 s when the peer
 falls silent. Creates no event loop; a link belongs to the loop that made it.
 """
 
@@ -16,7 +16,7 @@ from cluster.protocol.errors import LinkClosed
 from cluster.protocol.handshake import DOOR_KEY, door_key, opens_door
 from cluster.protocol.link import AcceptedLinks, FramedLink, greet, refusal
 from cluster.protocol.messages import Hello
-from cluster.protocol.pipe import FrameQueue
+from cluster.protocol.pipe import CLOSE_GRACE_S, FrameQueue
 from cluster.protocol.transport import OnLink
 
 # Read by gRPC when it is first imported. Its fork handlers can deadlock a process that starts children, and no child of
@@ -25,13 +25,14 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
 
-CLOSE_GRACE_S = 1.0  # for queued frames to leave and the peer to say goodbye
 _SERVICE, _METHOD = "outrider.Link", "Stream"
 _SHARED_OPTIONS = (
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),  # checked on the declared length, before buffering
     ("grpc.keepalive_time_ms", 1000),
-    ("grpc.keepalive_timeout_ms", 1500),
+    # Seen with grpcio 1.85: an unanswered keepalive ping ends nothing after keepalive_timeout_ms, but after this, which
+    # holds for every ping (the default is a minute).
+    ("grpc.http2.ping_timeout_ms", 1900),
     ("grpc.http2.max_pings_without_data", 0),  # no limit
 )
 _SERVER_OPTIONS = (
@@ -150,21 +151,21 @@ class _StreamPipe:
         self._incoming.close(reason)
         self._outgoing.close(reason)
 
-    async def close(self) -> None:
+    async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
         if self._closing is None:
-            self._closing = asyncio.create_task(self._close())
+            self._closing = asyncio.create_task(self._close(grace_s))
         await asyncio.shield(self._closing)
 
-    async def _close(self) -> None:
+    async def _close(self, grace_s: float) -> None:
         self.lost("the link is closed")
-        await asyncio.wait((self._writer,), timeout=CLOSE_GRACE_S)
-        await self._say_goodbye()
+        await asyncio.wait((self._writer,), timeout=grace_s)
+        await self._part(grace_s)
         self._reader.cancel()
         self._writer.cancel()
         await asyncio.wait((self._reader, self._writer), timeout=CLOSE_GRACE_S)
 
-    async def _say_goodbye(self) -> None:
-        """Tells the peer that nothing more comes."""
+    async def _part(self, grace_s: float) -> None:
+        """Tells the peer that nothing more comes. The listener's end does so by ending the call."""
 
     async def _read_all(self) -> None:
         reason = f"{self._peer} closed the link"
@@ -200,14 +201,12 @@ class _ConnectorPipe(_StreamPipe):
         self._channel = channel
         self._call = call
 
-    async def _say_goodbye(self) -> None:
+    async def _part(self, grace_s: float) -> None:
         """Half-closes and waits for the listener's end of stream: cancelling at once would lose what is on its way."""
-        try:
-            async with asyncio.timeout(CLOSE_GRACE_S):
+        with contextlib.suppress(TimeoutError, *_BROKEN):  # no friendly peer, or none at all
+            async with asyncio.timeout(grace_s):
                 await self._call.done_writing()
                 await asyncio.wait((self._reader,))
-        except (TimeoutError, *_BROKEN):
-            pass  # not a friendly peer, or none at all
         self._call.cancel()
         await self._channel.close()
 

@@ -16,7 +16,7 @@ from cluster.protocol import codec, messages
 from cluster.protocol.errors import HandshakeRefused, LinkClosed, ProtocolError
 from cluster.protocol.handshake import NONCE_BYTES, check_compatible, check_proof, prove
 from cluster.protocol.messages import Hello, Message, Refused
-from cluster.protocol.pipe import Pipe
+from cluster.protocol.pipe import CLOSE_GRACE_S, Pipe
 from cluster.protocol.transport import OnLink
 
 log = logging.getLogger(__name__)
@@ -162,12 +162,12 @@ S = TypeVar("S", bound=_Step)
 
 async def greet(pipe: Pipe, hello: Hello, secret: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> Hello:
     """The connector's side. Raises HandshakeRefused, or LinkClosed when the listener does not answer in time."""
-    return await _bounded(pipe, _greet(pipe, hello, secret), timeout_s)
+    return await _bounded(pipe, _greet(pipe, hello, secret), timeout_s, grace_s=0.0)
 
 
 async def admit(pipe: Pipe, hello: Hello, secret: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> Hello:
     """The listener's side. Tells the connector why before it raises HandshakeRefused."""
-    return await _bounded(pipe, _admit(pipe, hello, secret), timeout_s)
+    return await _bounded(pipe, _admit(pipe, hello, secret), timeout_s, grace_s=CLOSE_GRACE_S)
 
 
 def refusal(reason: str) -> bytes:
@@ -204,7 +204,8 @@ async def _admit(pipe: Pipe, hello: Hello, secret: bytes) -> Hello:
     return peer
 
 
-async def _bounded(pipe: Pipe, handshake: Coroutine[Any, Any, Hello], timeout_s: float) -> Hello:
+async def _bounded(pipe: Pipe, handshake: Coroutine[Any, Any, Hello], timeout_s: float, grace_s: float) -> Hello:
+    """Closes the pipe unless the handshake succeeds. `grace_s` is for a refusal to arrive."""
     peer = None
     try:
         async with asyncio.timeout(timeout_s):
@@ -214,7 +215,7 @@ async def _bounded(pipe: Pipe, handshake: Coroutine[Any, Any, Hello], timeout_s:
         raise LinkClosed(f"the handshake did not end within {timeout_s:g} s") from error
     finally:
         if peer is None:
-            await pipe.close()
+            await pipe.close(grace_s)
 
 
 async def _send_step(pipe: Pipe, step: _Step) -> None:

@@ -11,7 +11,7 @@ from cluster.protocol.errors import LinkClosed
 from cluster.protocol.faults import Faults, FaultyPipe, Hop
 from cluster.protocol.link import AcceptedLinks, FramedLink, WrapPipe, greet
 from cluster.protocol.messages import Hello
-from cluster.protocol.pipe import FrameQueue, Pipe
+from cluster.protocol.pipe import CLOSE_GRACE_S, FrameQueue, Pipe
 from cluster.protocol.transport import OnLink
 
 
@@ -89,6 +89,6 @@ class _QueuePipe:
     async def receive(self) -> bytes:
         return await self._incoming.get()
 
-    async def close(self) -> None:
+    async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
         self._incoming.close("the link is closed")
         self._outgoing.close("the link is closed")

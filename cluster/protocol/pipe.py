@@ -10,6 +10,7 @@ from typing import Protocol
 
 from cluster.protocol.errors import LinkClosed
 
+CLOSE_GRACE_S = 1.0
 QUEUED_FRAMES = 64
 QUEUED_BYTES = 8 * 2**20  # one larger frame still passes through an empty queue
 
@@ -27,8 +28,8 @@ class Pipe(Protocol):
         """Raises LinkClosed once the other end is gone and all that arrived was taken. Cancelling it loses nothing."""
         ...
 
-    async def close(self) -> None:
-        """Ends both directions after a bounded attempt to let queued frames out; idempotent."""
+    async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
+        """Ends both directions, giving queued frames `grace_s` to leave and the peer as long to part; idempotent."""
         ...
 
 
