@@ -175,7 +175,8 @@ def _draft_sampling(sampling: SamplingParams) -> SamplingParams:
 
 def _confidence(logits: Tensor) -> list[float]:
     """The probability of the most likely token, which unlike that of the chosen one may decide how deep to verify."""
-    confidence: list[float] = (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).exp().tolist()
+    best = (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).exp()
+    confidence: list[float] = best.nan_to_num(0.0).tolist()  # no confidence in a model that computes NaN
     return confidence
 
 

@@ -72,7 +72,7 @@ def race_rows(log_target: Tensor, key: Tensor, position: Tensor, choice: Tensor,
     rows, vocab_size = log_target.shape
     if rows == 0:
         return log_target.new_zeros(0, dtype=torch.int64)
-    contenders = int(_can_win(log_target).sum(dim=-1).max())
+    contenders = max(1, int(_can_win(log_target).sum(dim=-1).max()))
     if contenders * 8 < vocab_size:
         return _race_few(log_target, contenders, key, position, choice, stream)
     chosen = []
@@ -97,7 +97,8 @@ def _race_few(
     scores, token_ids = log_target.topk(contenders, dim=-1)
     scores = scores + token_noise(token_ids, key, position, choice, stream)
     winners = scores == scores.amax(dim=-1, keepdim=True)
-    return torch.where(winners, token_ids, log_target.shape[-1]).amin(dim=-1)
+    # Without a winner the row is NaN: its token means nothing, but stays a token.
+    return torch.where(winners, token_ids, log_target.shape[-1] - 1).amin(dim=-1)
 
 
 def _counter(first: Tensor, second: Tensor, third: Tensor, stream: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

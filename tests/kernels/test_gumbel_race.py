@@ -128,3 +128,13 @@ def test_uniforms_stay_below_one_and_follow_their_counter():
     assert len(draws.unique()) > 49_990  # 0.3 collisions of 32-bit words are expected
     counts = (draws * 16).long().bincount(minlength=16)
     assert p_value(counts, torch.full((16,), 1 / 16)) > 1e-6  # false alarm 1e-6
+
+
+def test_a_row_of_nan_still_gives_a_token_and_leaves_the_others_alone():
+    log_target = torch.zeros(2, 100)
+    log_target[0] = math.nan
+    log_target[1, 1:] = -torch.inf
+    key, position, choice = keyed(2)
+    ids = race_rows(log_target, key, position, choice, RACE)
+    assert 0 <= int(ids[0]) < 100
+    assert int(ids[1]) == 0
