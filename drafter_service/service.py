@@ -73,6 +73,7 @@ class DrafterService:
         self._reported_s = -_REPORT_EVERY_S
         self._listener: Listener | None = None
         self._loop_task: asyncio.Task[None] | None = None
+        self._probing: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """The address to connect to."""
@@ -85,8 +86,7 @@ class DrafterService:
             await self._listener.close()
         if self._loop_task is not None:
             self._loop_task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._loop_task
+            await asyncio.wait({self._loop_task})
         self._worker.stop()
 
     async def warm_up(self, timeout_s: float = 60.0) -> None:
@@ -96,7 +96,7 @@ class DrafterService:
     async def check_health(self, timeout_s: float = 10.0) -> None:
         """A real draft through the worker that serves requests. Raises Unavailable when it fails or takes too long."""
         if self._loop_task is not None and self._loop_task.done():
-            raise Unavailable("the drafter's loop has ended")
+            raise Unavailable(f"the drafter's rounds have ended: {self._loop_task!r}")
         await self._probe(timeout_s)
 
     def load(self) -> LoadReport:
@@ -224,10 +224,13 @@ class DrafterService:
             return _refusal(request, "unavailable", f"drafting failed: {error!r}")
 
     async def _probe(self, timeout_s: float) -> None:
-        try:
-            await asyncio.wait_for(self._worker.run(self._draft_probe), timeout_s)
-        except TimeoutError as error:
-            raise Unavailable(f"no draft within {timeout_s:g} s") from error
+        # One probe at a time: checks of a worker that hangs must not pile up before it.
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self._worker.run(self._draft_probe), name="drafter-probe")
+        done, _ = await asyncio.wait({self._probing}, timeout=timeout_s)
+        if not done:
+            raise Unavailable(f"no draft within {timeout_s:g} s")
+        self._probing.result()
 
     def _draft_probe(self) -> None:
         probe = DraftRequest(
