@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from cluster.protocol.errors import Unavailable
 from cluster.protocol.messages import Close, LoadReport, Message, OpenSession, Refused, Stale, VerifyRequest
 from verifier_service.engine import Engine
 
@@ -155,8 +156,17 @@ class EngineThread:
                     self._engine.drop(session_id)
                     del self._owner[session_id]
             case Probe(done):
-                self._engine.probe()
-                done.set_result(None)
+                self._probe(done)
+
+    def _probe(self, done: Future[None]) -> None:
+        if not done.set_running_or_notify_cancel():
+            return  # whoever asked has stopped waiting
+        try:
+            self._engine.probe()
+        except Exception as error:
+            done.set_exception(Unavailable(f"the probe failed: {error}"))
+            raise
+        done.set_result(None)
 
     def _answer(self, link: LinkId, message: Message) -> list[Message]:
         if not isinstance(message, OpenSession | VerifyRequest | Close):
