@@ -37,7 +37,12 @@ class ScriptedGeneration:
     script: Sequence[Burst | None]
     finished: list[int] = field(default_factory=list)
     abandoned: int = 0
-    waiting: asyncio.Event = field(default_factory=asyncio.Event)
+    waiting: asyncio.Event = field(default_factory=asyncio.Event)  # set while a burst of None waits
+    abandoning: asyncio.Event = field(default_factory=asyncio.Event)  # set when `abandon` is called
+    may_abandon: asyncio.Event = field(default_factory=asyncio.Event)  # clear it to make `abandon` wait
+
+    def __post_init__(self) -> None:
+        self.may_abandon.set()
 
     async def __aiter__(self) -> AsyncIterator[Committed]:
         length = len(self.prompt)
@@ -58,7 +63,8 @@ class ScriptedGeneration:
         self.finished.append(kept_len)
 
     async def abandon(self) -> None:
-        await asyncio.sleep(0)  # a release that is cut short by the reader's cancellation would be seen
+        self.abandoning.set()
+        await self.may_abandon.wait()
         self.abandoned += 1
 
 

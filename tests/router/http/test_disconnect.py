@@ -108,6 +108,24 @@ async def test_a_cancelled_request_frees_its_session(
     assert hanging.opened[0].abandoned == 1
 
 
+async def test_a_release_once_begun_survives_further_cancellation(
+    open_door: Callable[..., FrontDoor], hanging: ScriptedGenerator
+) -> None:
+    connection = Connection(open_door(), {"prompt": "x", "stream": True})
+    async with asyncio.timeout(LIMIT_S):
+        await connection.first_part.wait()
+        generation = hanging.opened[0]
+        generation.may_abandon.clear()
+        connection.app.cancel()
+        await generation.abandoning.wait()
+        connection.app.cancel()
+        await asyncio.wait([connection.app])
+        assert generation.abandoned == 0
+        generation.may_abandon.set()
+        while not generation.abandoned:
+            await asyncio.sleep(0)
+
+
 async def test_a_reader_that_takes_nothing_is_cancelled(
     open_door: Callable[..., FrontDoor], generator: ScriptedGenerator, codec: TextCodec
 ) -> None:
