@@ -54,11 +54,10 @@ class _Draft:
 class DraftModel:
     """`vocab_size` is the target's: a model with padding rows in its head must not propose ids beyond it."""
 
-    def __init__(self, model: LanguageModel, vocab_size: int, max_depth: int = 8, max_sessions: int = 256) -> None:
+    def __init__(self, model: LanguageModel, vocab_size: int, max_depth: int = 8) -> None:
         self._model = model
         self._vocab_size = vocab_size
         self._max_depth = max_depth
-        self._max_sessions = max_sessions
         self._pages = PageTable(model.num_pages, model.page_size)
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # least recently used first
 
@@ -81,8 +80,6 @@ class DraftModel:
         drafts = [draft for draft in started if isinstance(draft, _Draft) and draft.depth > 0]
         if drafts:
             self._draft_together(drafts)
-        while len(self._sessions) > self._max_sessions:
-            self.close(next(iter(self._sessions)))
         return [one if isinstance(one, Stale) else _block(one) for one in started]
 
     # --- before the first pass ------------------------------------------------------------------------------------

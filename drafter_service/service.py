@@ -16,19 +16,17 @@ from typing import Literal
 from cluster.protocol.errors import LinkClosed, Unavailable
 from cluster.protocol.messages import (
     Close,
-    DraftBlock,
     DraftRequest,
     Epoch,
     Hello,
     LoadReport,
     Message,
     Refused,
-    SamplingParams,
     Stale,
-    as_tokens,
 )
 from cluster.protocol.transport import Link, Listener, Transport
-from drafter_service.interface import DraftAnswer, Drafter
+from drafter_service.containment import draft_contained, draft_probe
+from drafter_service.interface import Drafter
 from drafter_service.outbox import Outbox
 from drafter_service.worker import Worker
 
@@ -98,6 +96,17 @@ class DrafterService:
         if self._loop_task is not None and self._loop_task.done():
             raise Unavailable(f"the drafter's rounds have ended: {self._loop_task!r}")
         await self._probe(timeout_s)
+
+    async def _probe(self, timeout_s: float) -> None:
+        # One probe at a time: checks of a worker that hangs must not pile up before it.
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(
+                self._worker.run(draft_probe, self._drafter, self._hello.replica_id), name="drafter-probe"
+            )
+        done, _ = await asyncio.wait({self._probing}, timeout=timeout_s)
+        if not done:
+            raise Unavailable(f"no draft within {timeout_s:g} s")
+        self._probing.result()
 
     def load(self) -> LoadReport:
         now_s = self._clock()
@@ -184,7 +193,8 @@ class DrafterService:
         if not waiting and not ended:
             return
         start_s = self._clock()
-        answers = await self._worker.run(self._compute, ended, [request for _, request in waiting.values()])
+        requests = [request for _, request in waiting.values()]
+        answers = await self._worker.run(draft_contained, self._drafter, ended, requests)
         self._busy.append((start_s, self._clock()))
         batches: dict[Link, list[Message]] = defaultdict(list)
         for (link, _), answer in zip(waiting.values(), answers, strict=True):
@@ -200,57 +210,6 @@ class DrafterService:
         oldest_s = self._clock() - IDLE_SESSION_S
         for session_id in [sid for sid, session in self._sessions.items() if session.seen_s < oldest_s]:
             self._end(session_id)
-
-    # --- on the worker thread -------------------------------------------------------------------------------------
-
-    def _compute(self, ended: Sequence[str], requests: Sequence[DraftRequest]) -> list[DraftAnswer]:
-        for session_id in ended:
-            self._drafter.close(session_id)
-        try:
-            answers = self._drafter.draft(requests)
-            assert len(answers) == len(requests), (len(answers), len(requests))
-            return answers
-        except Exception:
-            # Whatever broke it, the other sessions of the batch must not pay: find the one by drafting singly.
-            logger.exception("a batch of %d draft requests failed", len(requests))
-            return [self._compute_alone(request) for request in requests]
-
-    def _compute_alone(self, request: DraftRequest) -> DraftAnswer:
-        try:
-            self._drafter.close(request.session_id)  # what the failed batch left of it is not to be trusted
-            return self._drafter.draft([request])[0]
-        except Exception as error:  # a drafter's failure is an answer, never the service's end
-            logger.exception("drafting for session %r failed", request.session_id)
-            return _refusal(request, "unavailable", f"drafting failed: {error!r}")
-
-    async def _probe(self, timeout_s: float) -> None:
-        # One probe at a time: checks of a worker that hangs must not pile up before it.
-        if self._probing is None or self._probing.done():
-            self._probing = asyncio.create_task(self._worker.run(self._draft_probe), name="drafter-probe")
-        done, _ = await asyncio.wait({self._probing}, timeout=timeout_s)
-        if not done:
-            raise Unavailable(f"no draft within {timeout_s:g} s")
-        self._probing.result()
-
-    def _draft_probe(self) -> None:
-        probe = DraftRequest(
-            session_id=f"probe of {self._hello.replica_id}",
-            epoch=Epoch(0, 0),
-            block_id=0,
-            base_len=4,
-            prompt_len=4,
-            new_tokens=as_tokens([0, 0, 0, 0]),
-            depth=2,
-            sampling=SamplingParams(max_tokens=2),
-        )
-        try:
-            (answer,) = self._drafter.draft([probe])
-        except Exception as error:
-            raise Unavailable(f"drafting failed: {error!r}") from error
-        finally:
-            self._drafter.close(probe.session_id)
-        if not isinstance(answer, DraftBlock):
-            raise Unavailable(f"the drafter answered a new session with {answer}")
 
 
 def _mistake(request: DraftRequest, vocab_size: int) -> str:
