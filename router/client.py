@@ -205,6 +205,8 @@ class RoutedGeneration:
         while not self._ended:
             if self._refusal is not None and self._refusal.code == "invalid":
                 raise _error(self._refusal)
+            if self._client.closed:
+                raise Unavailable("this front door is closing")
             link = await self._reach()
             if link is not None and not self._ended:
                 self._send(link)

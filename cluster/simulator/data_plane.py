@@ -4,14 +4,16 @@ For tests of everything behind the front doors. Replicas are started and killed 
 """
 
 import asyncio
-import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from cluster.board import LocalBoard, Registration
+
+from cluster.board import LocalBoard, Pool, Registration
 from cluster.config import DepthPolicyConfig, RouterConfig
 from cluster.protocol.faults import Faults
 from cluster.protocol.local import LocalTransport
@@ -26,9 +28,11 @@ from cluster.protocol.messages import (
     as_tokens,
 )
 from cluster.simulator.scripted_target import ScriptedLaw, ScriptedTarget
-from drafter_service.interface import DraftAnswer
+from drafter_service.interface import DraftAnswer, Drafter
 from drafter_service.service import DrafterService
+from outrider_kernels.ragged_batch import RaggedBatch
 from router.client import RouterClient
+from router.generation import Generation
 from router.service import RouterService
 from verifier_service.engine import Engine
 from verifier_service.service import VerifierService
@@ -100,6 +104,29 @@ class ProposingDrafter:
         return len(self.texts)
 
 
+class Gate:
+    """An `on_run` of a scripted target that stops before the pass number `stop_at` until it is opened."""
+
+    def __init__(self, stop_at: int) -> None:
+        self._stop_at = stop_at
+        self._passes = 0
+        self._loop = asyncio.get_running_loop()
+        self._reached = asyncio.Event()
+        self._open = threading.Event()
+
+    def __call__(self, batch: RaggedBatch) -> None:
+        self._passes += 1
+        if self._passes == self._stop_at:
+            self._loop.call_soon_threadsafe(self._reached.set)
+            self._open.wait(30)
+
+    async def reached(self) -> None:
+        await asyncio.wait_for(self._reached.wait(), 10)
+
+    def open(self) -> None:
+        self._open.set()
+
+
 class DataPlane:
     """Builds and kills replicas. Everything speaks over one LocalTransport."""
 
@@ -110,7 +137,7 @@ class DataPlane:
         self.targets: dict[str, ScriptedTarget] = {}
         self.routers: dict[str, RouterService] = {}
         self.clients: list[RouterClient] = []
-        self._closers: dict[str, Callable[[], object]] = {}
+        self._closers: dict[str, Callable[[], Awaitable[None]]] = {}
         self._registrations: dict[str, Registration] = {}
         self._numbers = itertools.count()
         self._renewing = asyncio.create_task(self._renew())
@@ -121,7 +148,9 @@ class DataPlane:
                 await self.board.renew(registration)
             await asyncio.sleep(0.5)
 
-    async def _join(self, replica_id: str, pool: str, address: str, hello: Hello, closer: Callable) -> None:
+    async def _join(
+        self, replica_id: str, pool: Pool, address: str, hello: Hello, closer: Callable[[], Awaitable[None]]
+    ) -> None:
         self._closers[replica_id] = closer
         self._registrations[replica_id] = Registration(replica_id, pool, address, hello)
         await self.board.renew(self._registrations[replica_id])
@@ -130,7 +159,7 @@ class DataPlane:
         self,
         name: str = "v0",
         *,
-        on_run: Callable | None = None,
+        on_run: Callable[[RaggedBatch], None] | None = None,
         pages: int = 512,
         max_sessions: int = 32,
         queued: int = 32,
@@ -152,13 +181,16 @@ class DataPlane:
         return service
 
     async def drafter(
-        self, drafter: ProposingDrafter | Propose, name: str = "d0", pool: str = "scripted", **facts: object
+        self, propose: Propose, name: str = "d0", pool: str = "scripted", **facts: Any
     ) -> ProposingDrafter:
-        fake = drafter if isinstance(drafter, ProposingDrafter) else ProposingDrafter(drafter)
+        drafter = ProposingDrafter(propose)
+        await self.any_drafter(drafter, name, pool, **facts)
+        return drafter
+
+    async def any_drafter(self, drafter: Drafter, name: str = "d0", pool: str = "scripted", **facts: Any) -> None:
         hello = Hello("drafter", name, drafter_kind="scripted", drafter_name=pool, max_depth=16, **facts)
-        service = DrafterService(fake, hello, self.transport)
+        service = DrafterService(drafter, hello, self.transport)
         await self._join(name, "drafter", await service.start(), hello, service.close)
-        return fake
 
     async def router(
         self,
@@ -169,7 +201,7 @@ class DataPlane:
         names: Sequence[str] = ("scripted",),
         poll_s: float = 0.02,
         repeat_after_s: float = 10.0,
-        **config: object,
+        **config: Any,
     ) -> RouterService:
         policy = DepthPolicyConfig(kind="fixed" if depth else "off", depth=depth, bypass=bypass)
         service = RouterService(
@@ -184,16 +216,17 @@ class DataPlane:
         await service.start()
         self.routers[name] = service
         self._closers[name] = service.close
-        await until(lambda: len(service.stats()) and self._sees_all(service))
+        await until(lambda: self._sees_all(service))
         return service
 
     def _sees_all(self, service: RouterService) -> bool:
-        stats = service.stats()
+        """Connected to every drafter, and the routers together to every verifier that can be shared out."""
         drafters = sum(r.pool == "drafter" for r in self._registrations.values())
         verifiers = sum(r.pool == "verifier" for r in self._registrations.values())
-        return stats["drafters"] == drafters and (len(self.routers) > 0 or stats["verifiers"] == verifiers)
+        taken = sum(r.stats()["verifiers"] for r in self.routers.values())
+        return service.stats()["drafters"] == drafters and taken == verifiers
 
-    def client(self, name: str = "i0", **options: object) -> RouterClient:
+    def client(self, name: str = "i0", **options: Any) -> RouterClient:
         self.clients.append(RouterClient(self.transport, self.board, Hello("ingress", name), **options))
         return self.clients[-1]
 
@@ -202,15 +235,15 @@ class DataPlane:
         self._registrations.pop(name, None)
         if forget:
             await self.board.leave(name)
+        self.routers.pop(name, None)
         await self._closers.pop(name)()
 
     async def close(self) -> None:
         self._renewing.cancel()
         for client in self.clients:
             await client.close()
-        for name in sorted(self._closers, reverse=True):  # verifiers, then routers, then drafters
-            with contextlib.suppress(KeyError):
-                await self._closers[name]()
+        for closer in reversed(self._closers.values()):
+            await closer()
 
     async def freed(self) -> None:
         """Until no pool holds a session."""
@@ -222,7 +255,7 @@ class DataPlane:
         prompt: Sequence[int],
         sampling: SamplingParams,
         speculation: Speculation | None = None,
-        on_burst: Callable | None = None,
+        on_burst: Callable[[Generation, "Text"], Awaitable[None]] | None = None,
     ) -> "Text":
         """Runs one generation to its end, checking that bursts neither overlap nor leave a gap."""
         session_id = f"s{next(self._numbers)}"
