@@ -31,6 +31,7 @@ def _wiring(config: Config, secret: bytes) -> Wiring:
     return Wiring(GrpcTransport(config.transport.host, secret), RayBoard(application))
 
 
+# Serve awaits an async __init__; mypy does not know that.
 class _Deployment:
     """What every deployment does: health is the replica's own, and leaving closes its links at once."""
 
@@ -47,19 +48,19 @@ class _Deployment:
 
 @serve.deployment
 class Verifier(_Deployment):
-    async def __init__(self, config: Config, secret: bytes) -> None:
+    async def __init__(self, config: Config, secret: bytes) -> None:  # type: ignore[misc]
         self._replica = await start_verifier(config.target, _wiring(config, secret))
 
 
 @serve.deployment
 class Drafter(_Deployment):
-    async def __init__(self, config: Config, secret: bytes, drafter: DrafterConfig) -> None:
+    async def __init__(self, config: Config, secret: bytes, drafter: DrafterConfig) -> None:  # type: ignore[misc]
         self._replica = await start_drafter(drafter, config.target, _wiring(config, secret))
 
 
 @serve.deployment
 class Router(_Deployment):
-    async def __init__(self, config: Config, secret: bytes) -> None:
+    async def __init__(self, config: Config, secret: bytes) -> None:  # type: ignore[misc]
         self._replica = await start_router(config.router, config.drafters, _wiring(config, secret))
 
 
@@ -70,7 +71,7 @@ class Ingress(_Deployment):
 
     _replica: IngressReplica | None = None
 
-    async def __init__(self, config: Config, secret: bytes, *_others: Any) -> None:
+    async def __init__(self, config: Config, secret: bytes, *_others: Any) -> None:  # type: ignore[misc]
         self._replica = await start_ingress(config, _wiring(config, secret))
 
     def __serve_build_asgi_app__(self) -> Any:

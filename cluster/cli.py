@@ -88,7 +88,8 @@ def demo() -> None:
     """Start drafter and verifier processes, stream one answer with and without speculation, stop."""
     from cluster.demo import run_demo
 
-    run_demo(_report)
+    if not run_demo(_report):
+        raise typer.Exit(1)
 
 
 @app.command("truncate")
@@ -137,3 +138,7 @@ def _stop_on_signals(stop: threading.Event) -> threading.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     return stop
+
+
+if __name__ == "__main__":
+    main()

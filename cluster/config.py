@@ -49,7 +49,7 @@ class EngineConfig(_Model):
     threads: Annotated[int, Field(ge=0, description="torch threads of one replica; 0 = all cores")] = 0
     max_model_len: Annotated[int | None, Field(ge=2)] = None  # default: the model's own limit
     page_size: Annotated[int, Field(ge=1, le=1024)] = 16  # tokens per KV page
-    kv_cache_tokens: Annotated[int, Field(ge=64)] = 32768  # pool size, all sessions together
+    kv_cache_tokens: Annotated[int, Field(ge=64)] = 65536  # pool size, all sessions together
     max_sessions: Annotated[int, Field(ge=1)] = 64
     max_queued_sessions: Annotated[int, Field(ge=0)] = 64
     prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 256  # rows of prefill per step
@@ -71,6 +71,7 @@ class DrafterConfig(_Model):
     model_source: str = ""  # draft_model only
     max_depth: Annotated[int, Field(ge=1, le=64)] = 8
     max_sessions: Annotated[int, Field(ge=1)] = 256
+    kv_cache_tokens: Annotated[int, Field(ge=64)] = 32768  # draft_model only; a full pool forgets the oldest session
     threads: Annotated[int, Field(ge=0)] = 1
     deployment_config: DeploymentConfig = DeploymentConfig()
     placement: PlacementConfig = PlacementConfig()

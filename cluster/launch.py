@@ -22,8 +22,9 @@ START_LIMIT_S = 900.0  # a first start may convert the default model and load we
 
 def reserved_cpus(config: Config) -> float:
     """The CPUs that all replicas of `config` reserve together."""
-    pools = [config.target, config.router, config.ingress, *config.drafters]
-    return sum(pool.deployment_config.num_cpus * pool.deployment_config.num_replicas for pool in pools)
+    pools = [config.target.deployment_config, config.router.deployment_config, config.ingress.deployment_config]
+    pools += [drafter.deployment_config for drafter in config.drafters]
+    return sum(pool.num_cpus * pool.num_replicas for pool in pools)
 
 
 @contextmanager
@@ -70,7 +71,8 @@ def application(config: Config, report: Callable[[str], None]) -> Iterator[str]:
             wait_for_applications_running=False,
         )
         _wait_until_running(config, report)
-        url = f"http://{config.ingress.host}:{config.ingress.port}"
+        host = "127.0.0.1" if config.ingress.host in ("0.0.0.0", "::") else config.ingress.host
+        url = f"http://{host}:{config.ingress.port}"
         _wait_until_healthy(url)
         yield url
     finally:
@@ -112,8 +114,9 @@ def _explain_pending(config: Config, messages: list[str]) -> str:
 
     nodes = [node.get("Labels", {}) for node in ray.nodes() if node["Alive"]]
     labels = sorted({f"{k}={v}" for node in nodes for k, v in node.items() if not k.startswith("ray.io/")})
-    pools = {"verifier": config.target, "router": config.router} | {f"drafter {d.name}": d for d in config.drafters}
-    selectors = [f"{name}: {p.placement.label_selector}" for name, p in pools.items() if p.placement.label_selector]
+    pools = {"verifier": config.target.placement, "router": config.router.placement}
+    pools |= {f"drafter {drafter.name}": drafter.placement for drafter in config.drafters}
+    selectors = [f"{name}: {p.label_selector}" for name, p in pools.items() if p.label_selector]
     lines = [f"replicas could not be placed within {PENDING_LIMIT_S:.0f} s:", *messages]
     if selectors:
         lines.append(f"label selectors asked for: {'; '.join(selectors)}; labels on the nodes: {labels or 'none'}")

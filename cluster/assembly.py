@@ -1,0 +1,325 @@
+"""Starts one replica of each kind from the configuration, for Serve deployments and the in-process system alike.
+
+Every replica resolves its model, starts its service, proves it with a real computation, and only then joins the board.
+Imports of a service happen when it is started, so that a router or ingress process never loads torch.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from cluster.board import RENEW_EVERY_S, Board, Pool, Registration
+from cluster.config import Config, DrafterConfig, RouterConfig, TargetConfig
+from cluster.membership import Membership
+from cluster.metrics import Metrics
+from cluster.model_store import resolve
+from cluster.protocol.errors import Unavailable
+from cluster.protocol.messages import Hello, LoadReport, SamplingParams, Speculation, as_tokens
+from cluster.protocol.transport import Transport
+
+if TYPE_CHECKING:
+    from drafter_service.interface import Drafter
+    from router.client import RouterClient
+    from router.http.text_codec import TextCodec
+    from verifier_service.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+FIRST_ANSWER_LIMIT_S = 600.0  # the verifier may still be converting or loading the model
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """How this replica reaches the others."""
+
+    transport: Transport
+    board: Board
+
+
+class Replica(Protocol):
+    async def check_health(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class _Service(Protocol):
+    async def start(self) -> str: ...
+
+    async def warm_up(self) -> None: ...
+
+    async def check_health(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class PoolReplica:
+    """A verifier or drafter on the board."""
+
+    service: _Service
+    membership: Membership
+
+    async def check_health(self) -> None:
+        await self.service.check_health()
+
+    async def close(self) -> None:
+        await self.membership.leave()
+        await self.service.close()
+
+
+def replica_id(pool: Pool) -> str:
+    """Unique, and names the process for operators: {pool}-{pid}-{random}."""
+    return f"{pool}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+# --- verifier ----------------------------------------------------------------------------------------------------
+
+
+async def start_verifier(config: TargetConfig, wiring: Wiring) -> PoolReplica:
+    """Raises InvalidRequest or NotFound for a model that cannot be served."""
+    directory = await asyncio.to_thread(resolve, config.model_loading_config.model_source)
+    engine = await asyncio.to_thread(_load_engine, directory, config)
+    hello = Hello(
+        "verifier",
+        replica_id("verifier"),
+        model_id=config.model_loading_config.model_id,
+        vocab_hash=_text_codec(directory).vocab_hash(),
+        dtype=config.engine_config.dtype,
+    )
+    return await start_verifier_of(engine, hello, wiring)
+
+
+async def start_verifier_of(engine: "Engine", hello: Hello, wiring: Wiring) -> PoolReplica:
+    from verifier_service.service import VerifierService
+
+    service = VerifierService(engine, hello, wiring.transport)
+    return await _join("verifier", service, service.hello, lambda: service.load, wiring)
+
+
+def _load_engine(directory: Path, config: TargetConfig) -> "Engine":
+    import torch
+
+    from outrider_kernels.paged_lm import PagedLM
+    from verifier_service.service import engine_for
+
+    settings = config.engine_config
+    torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+    runner = PagedLM(
+        directory,
+        num_pages=settings.kv_cache_tokens // settings.page_size,
+        page_size=settings.page_size,
+        dtype=settings.dtype,
+        device=settings.device,
+        max_len=settings.max_model_len,
+    )
+    return engine_for(runner, settings)
+
+
+# --- drafter -----------------------------------------------------------------------------------------------------
+
+
+async def start_drafter(config: DrafterConfig, target: TargetConfig, wiring: Wiring) -> PoolReplica:
+    """Raises InvalidRequest or NotFound for a draft model that cannot be loaded."""
+    hello = Hello(
+        "drafter",
+        replica_id("drafter"),
+        drafter_kind=config.kind,
+        drafter_name=config.name,
+        capacity=config.max_sessions,
+        max_depth=config.max_depth,
+    )
+    if config.kind == "prompt_lookup":
+        from drafter_service.prompt_lookup import PromptLookup
+
+        return await start_drafter_of(PromptLookup(config.max_depth, config.max_sessions), hello, wiring)
+    codec = _text_codec(await asyncio.to_thread(resolve, target.model_loading_config.model_source))
+    directory = await asyncio.to_thread(resolve, config.model_source)
+    drafter, max_len = await asyncio.to_thread(_load_draft_model, directory, config, codec.vocab_size)
+    # The size is the target's: heads are padded differently, and ids beyond it are never proposed.
+    own_hash = _text_codec(directory).vocab_hash()
+    hello = replace(hello, vocab_size=codec.vocab_size, vocab_hash=own_hash, max_len=max_len)
+    return await start_drafter_of(drafter, hello, wiring)
+
+
+async def start_drafter_of(drafter: "Drafter", hello: Hello, wiring: Wiring) -> PoolReplica:
+    from drafter_service.service import DrafterService
+
+    service = DrafterService(drafter, hello, wiring.transport)
+    return await _join("drafter", service, hello, service.load, wiring)
+
+
+def _load_draft_model(directory: Path, config: DrafterConfig, vocab_size: int) -> "tuple[Drafter, int]":
+    import torch
+
+    from drafter_service.draft_model import DraftModel
+    from outrider_kernels.paged_lm import PagedLM
+
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    model = PagedLM(directory, num_pages=config.kv_cache_tokens // 16)
+    return DraftModel(model, vocab_size, config.max_depth), model.max_len
+
+
+async def _join(pool: Pool, service: _Service, hello: Hello, load: Any, wiring: Wiring) -> PoolReplica:
+    address = await service.start()
+    await service.warm_up()
+
+    def describe() -> Registration:
+        return Registration(hello.replica_id, pool, address, hello, _gauges(load()))
+
+    membership = Membership(wiring.board, describe)
+    await membership.join()
+    logger.info("%s listens at %s", hello.replica_id, address)
+    return PoolReplica(service, membership)
+
+
+def _gauges(load: LoadReport) -> dict[str, float]:
+    return {
+        "sessions": load.sessions,
+        "queued": load.queued,
+        "free_kv_tokens": load.free_kv_tokens,
+        "utilisation": load.utilisation,
+    }
+
+
+# --- router ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RouterReplica:
+    service: Any
+
+    async def check_health(self) -> None:
+        self.service.check_health()
+
+    async def close(self) -> None:
+        await self.service.close()
+
+
+async def start_router(config: RouterConfig, drafters: Sequence[DrafterConfig], wiring: Wiring) -> RouterReplica:
+    """It registers itself, and connects to replicas as they appear on the board."""
+    from router.service import RouterService
+
+    hello = Hello("router", replica_id("router"), capacity=config.max_sessions)
+    names = [drafter.name for drafter in drafters]
+    service = RouterService(config, names, hello, wiring.transport, wiring.board)
+    await service.start()
+    return RouterReplica(service)
+
+
+# --- ingress -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class IngressReplica:
+    """The front door with its ASGI application."""
+
+    app: Any
+    client: "RouterClient"
+    watch: "ClusterWatch"
+
+    async def check_health(self) -> None:
+        self.watch.check()
+
+    async def close(self) -> None:
+        await self.watch.stop()
+        await self.client.close()
+
+
+async def start_ingress(config: Config, wiring: Wiring) -> IngressReplica:
+    """Returns once a generation has gone through router, drafter and verifier. Raises Unavailable if none does."""
+    from router.client import RouterClient
+    from router.http.app import create_app
+    from router.http.front_door import FrontDoor, Load
+    from router.http.validate import Limits
+
+    loading = config.target.model_loading_config
+    codec = _text_codec(await asyncio.to_thread(resolve, loading.model_source))
+    me = replica_id("ingress")
+    client = RouterClient(wiring.transport, wiring.board, Hello("ingress", me))
+    metrics = Metrics(loading.model_id)
+    watch = ClusterWatch(wiring.board, metrics)
+    verifier = await watch.first_verifier(FIRST_ANSWER_LIMIT_S)
+    await first_answer(client, f"{me}-first")
+    watch.start()
+    door = FrontDoor(
+        Limits(loading.model_id, verifier.hello.max_len, tuple(d.name for d in config.drafters), config.ingress.strict),
+        codec,
+        client,
+        metrics,
+        Load(config.ingress.max_ongoing_requests),
+        healthy=lambda: watch.serving,
+        replica_id=me,
+    )
+    return IngressReplica(create_app(door), client, watch)
+
+
+async def first_answer(client: "RouterClient", session_id: str) -> None:
+    """A few tokens through the whole path; the repetition gives every drafter something to propose."""
+    prompt = as_tokens([1, 2, 3, 1, 2, 3, 1, 2, 3])
+    last = None
+    async for burst in client.generate(session_id, prompt, SamplingParams(max_tokens=4), Speculation()):
+        last = burst
+    if last is None or last.finish_reason != "length":
+        raise Unavailable(f"the first generation failed: {last.error if last else 'no tokens'}")
+
+
+class ClusterWatch:
+    """Reads the board every second for health and metrics. `serving`: a router and a verifier were there last time."""
+
+    def __init__(self, board: Board, metrics: Metrics) -> None:
+        self._board = board
+        self._metrics = metrics
+        self._task: asyncio.Task[None] | None = None
+        self.serving = False
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._keep_reading(), name="cluster watch")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def check(self) -> None:
+        if self._task is not None and self._task.done():
+            raise Unavailable("the ingress no longer reads the board")
+
+    async def first_verifier(self, limit_s: float) -> Registration:
+        """Waits until the board shows a router that has a verifier."""
+        async with asyncio.timeout(limit_s):
+            while True:
+                await self._read()
+                with contextlib.suppress(Unavailable):
+                    routers = [r for r in await self._board.members("router") if r.stats.get("verifiers")]
+                    verifiers = await self._board.members("verifier")
+                    if routers and verifiers:
+                        return verifiers[0]
+                await asyncio.sleep(0.1)
+
+    async def _keep_reading(self) -> None:
+        while True:
+            await self._read()
+            await asyncio.sleep(RENEW_EVERY_S / 2)
+
+    async def _read(self) -> None:
+        pools: tuple[Pool, ...] = ("router", "verifier", "drafter")
+        try:
+            found = {pool: await self._board.members(pool) for pool in pools}
+        except Unavailable as error:
+            logger.warning("health is as of the last reading: %s", error)
+            return
+        self._metrics.set_cluster(member for members in found.values() for member in members)
+        self.serving = bool(found["router"]) and bool(found["verifier"])
+
+
+def _text_codec(directory: Path) -> "TextCodec":
+    from router.http.text_codec import TextCodec
+
+    return TextCodec.from_directory(directory)
