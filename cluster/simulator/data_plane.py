@@ -11,22 +11,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from cluster.board import LocalBoard, Pool, Registration
 from cluster.config import DepthPolicyConfig, RouterConfig
 from cluster.protocol.faults import Faults
 from cluster.protocol.local import LocalTransport
 from cluster.protocol.messages import (
     Committed,
-    DraftBlock,
     DraftRequest,
     Hello,
     SamplingParams,
     Speculation,
-    Stale,
     as_tokens,
 )
+from cluster.simulator.scripted_drafters import Propose, ScriptedDrafter, always_wrong, oracle, right_then_wrong
 from cluster.simulator.scripted_target import ScriptedLaw, ScriptedTarget
 from drafter_service.interface import DraftAnswer, Drafter
 from drafter_service.service import DrafterService
@@ -38,70 +35,41 @@ from verifier_service.engine import Engine
 from verifier_service.service import VerifierService
 
 LAW = ScriptedLaw(vocab_size=64, seed=7, spread=8.0)
-Propose = Callable[[list[int], DraftRequest], Sequence[int]]  # committed tokens, the request -> the block
 
 
-def oracle(tokens: list[int], request: DraftRequest) -> list[int]:
-    """The target's own continuation."""
-    tokens = list(tokens)
-    for _ in range(request.depth):
-        tokens.append(LAW.next_token(tokens, request.sampling))
-    return tokens[request.base_len :]
+def foreign_ids(tokens: Sequence[int], depth: int, sampling: SamplingParams) -> list[int]:
+    """A script for a ScriptedDrafter: a right token, then ids that no vocabulary has, and more than asked for."""
+    return [LAW.next_token(tokens, sampling), LAW.vocab_size, -5, *range(40)]
 
 
-def wrong(tokens: list[int], request: DraftRequest) -> list[int]:
-    return [(token + 1) % LAW.vocab_size for token in oracle(tokens, request)]
+SCRIPTS: dict[str, Propose] = {
+    "oracle": oracle(LAW.next_token),
+    "wrong": always_wrong(LAW.next_token, LAW.vocab_size),
+    "two right": right_then_wrong(LAW.next_token, 2, LAW.vocab_size),
+    "nothing": lambda tokens, depth, sampling: [],
+    "foreign ids": foreign_ids,
+}
 
 
-def right_then_wrong(right: int) -> Propose:
-    def propose(tokens: list[int], request: DraftRequest) -> list[int]:
-        block = oracle(tokens, request)
-        return block[:right] + [(token + 1) % LAW.vocab_size for token in block[right:]]
+class RecordingDrafter:
+    """Remembers what another drafter was asked."""
 
-    return propose
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.requests: list[DraftRequest] = []
+        self.batches: list[int] = []  # requests in each
 
+    @property
+    def sessions(self) -> int:
+        return self._drafter.sessions
 
-def nothing(tokens: list[int], request: DraftRequest) -> list[int]:
-    return []
-
-
-def foreign_ids(tokens: list[int], request: DraftRequest) -> list[int]:
-    """One right token, then ids that no vocabulary has, and more of them than asked for."""
-    return [*oracle(tokens, request)[:1], LAW.vocab_size, -5, *range(40)]
-
-
-@dataclass
-class ProposingDrafter:
-    """Implements Drafter by a function of the whole committed text."""
-
-    propose: Propose
-    texts: dict[str, list[int]] = field(default_factory=dict)
-    requests: list[DraftRequest] = field(default_factory=list)
-    batches: list[int] = field(default_factory=list)
-    forget: bool = False  # answers Stale to whatever does not bring the whole text
+    def close(self, session_id: str) -> None:
+        self._drafter.close(session_id)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftAnswer]:
         self.requests.extend(requests)
         self.batches.append(len(requests))
-        return [self._answer(request) for request in requests]
-
-    def _answer(self, request: DraftRequest) -> DraftAnswer:
-        start = request.base_len - len(request.new_tokens)
-        held = [] if self.forget else self.texts.get(request.session_id, [])
-        if start > len(held):
-            return Stale(request.session_id, request.block_id, request.epoch, len(held))
-        text = held[:start] + request.new_tokens.tolist()
-        self.texts[request.session_id] = text
-        block = as_tokens(self.propose(text, request))
-        confidence = np.empty(0, np.float32)
-        return DraftBlock(request.session_id, request.epoch, request.block_id, request.base_len, block, confidence)
-
-    def close(self, session_id: str) -> None:
-        self.texts.pop(session_id, None)
-
-    @property
-    def sessions(self) -> int:
-        return len(self.texts)
+        return self._drafter.draft(requests)
 
 
 class Gate:
@@ -181,16 +149,14 @@ class DataPlane:
         return service
 
     async def drafter(
-        self, propose: Propose, name: str = "d0", pool: str = "scripted", **facts: Any
-    ) -> ProposingDrafter:
-        drafter = ProposingDrafter(propose)
-        await self.any_drafter(drafter, name, pool, **facts)
-        return drafter
-
-    async def any_drafter(self, drafter: Drafter, name: str = "d0", pool: str = "scripted", **facts: Any) -> None:
+        self, script: str | Drafter = "oracle", name: str = "d0", pool: str = "scripted", **facts: Any
+    ) -> RecordingDrafter:
+        """`script` names one of SCRIPTS, or is a drafter."""
+        drafter = RecordingDrafter(ScriptedDrafter(SCRIPTS[script]) if isinstance(script, str) else script)
         hello = Hello("drafter", name, drafter_kind="scripted", drafter_name=pool, max_depth=16, **facts)
         service = DrafterService(drafter, hello, self.transport)
         await self._join(name, "drafter", await service.start(), hello, service.close)
+        return drafter
 
     async def router(
         self,

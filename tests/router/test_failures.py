@@ -1,6 +1,5 @@
 import asyncio
-import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
@@ -16,7 +15,9 @@ from cluster.protocol.messages import (
     Speculation,
     as_tokens,
 )
-from cluster.simulator.data_plane import LAW, DataPlane, Gate, ProposingDrafter, oracle, until, wrong
+from cluster.simulator.data_plane import LAW, SCRIPTS, DataPlane, Gate, until
+from cluster.simulator.scripted_drafters import HangingDrafter, ScriptedDrafter, SlowDrafter
+from drafter_service.interface import DraftAnswer
 
 COUPLED = SamplingParams(max_tokens=30, temperature=1.0, top_k=20, key=77)
 PROMPT = [5, 9, 2, 33, 7]
@@ -24,7 +25,7 @@ PROMPT = [5, 9, 2, 33, 7]
 
 async def test_sixteen_sessions_share_steps_and_draft_messages(plane: DataPlane) -> None:
     verifier = await plane.verifier(chunk=16)
-    drafter = await plane.drafter(oracle)
+    drafter = await plane.drafter("oracle")
     router = await plane.router(depth=4)
     client = plane.client()
     prompts = [[(3 * i + j) % 64 for j in range(1 + 5 * i)] for i in range(16)]
@@ -37,10 +38,18 @@ async def test_sixteen_sessions_share_steps_and_draft_messages(plane: DataPlane)
     await until(lambda: drafter.sessions == 0)
 
 
+class Forgetful(SlowDrafter):
+    """Has lost every session that does not bring its whole text."""
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftAnswer]:
+        for request in requests:
+            self.close(request.session_id)
+        return super().draft(requests)
+
+
 async def test_a_drafter_that_lost_everything_is_brought_up_to_date(plane: DataPlane) -> None:
     await plane.verifier()
-    drafter = await plane.drafter(oracle)
-    drafter.forget = True
+    await plane.drafter(Forgetful(ScriptedDrafter(SCRIPTS["oracle"]), lambda: None))
     router = await plane.router(depth=4)
     text = await plane.generate(plane.client(), PROMPT, COUPLED)
     assert text.tokens == LAW.text(PROMPT, COUPLED)
@@ -48,37 +57,18 @@ async def test_a_drafter_that_lost_everything_is_brought_up_to_date(plane: DataP
     assert router.counters.accepted_tokens == router.counters.drafted_tokens > 0
 
 
-class Hanging:
-    """A drafter that answers only once it is released."""
-
-    def __init__(self) -> None:
-        self.released = threading.Event()
-        self.asked = 0
-        self._then = ProposingDrafter(oracle)
-        self.close = self._then.close
-
-    def draft(self, requests: list[DraftRequest]) -> list:
-        self.asked += len(requests)
-        self.released.wait(30)
-        return self._then.draft(requests)
-
-    @property
-    def sessions(self) -> int:
-        return self._then.sessions
-
-
 @pytest.fixture
-async def hanging(plane: DataPlane) -> AsyncIterator[Hanging]:
-    hanging = Hanging()
+async def hanging(plane: DataPlane) -> AsyncIterator[HangingDrafter]:
+    hanging = HangingDrafter(ScriptedDrafter(SCRIPTS["oracle"]))
     yield hanging
-    hanging.released.set()
+    hanging.release()
 
 
 async def test_a_hanging_drafter_is_waited_for_once_and_drafts_again_after_its_recovery(
-    plane: DataPlane, hanging: Hanging
+    plane: DataPlane, hanging: HangingDrafter
 ) -> None:
     await plane.verifier()
-    await plane.any_drafter(hanging)
+    await plane.drafter(hanging)
     router = await plane.router(depth=4, max_draft_timeout_ms=30.0)
     client = plane.client()
     long = SamplingParams(max_tokens=600)
@@ -87,7 +77,7 @@ async def test_a_hanging_drafter_is_waited_for_once_and_drafts_again_after_its_r
     assert text.tokens == expected
     assert router.counters.late_blocks == 1
     assert router.counters.drafted_tokens == 0
-    hanging.released.set()
+    hanging.release()
 
     async def drafts_again() -> bool:
         await plane.generate(client, PROMPT, COUPLED)
@@ -101,7 +91,7 @@ async def test_a_hanging_drafter_is_waited_for_once_and_drafts_again_after_its_r
 async def test_a_dead_drafter_leaves_the_text_alone_and_another_takes_over(plane: DataPlane) -> None:
     gate = Gate(4)
     await plane.verifier(on_run=gate)
-    await plane.drafter(oracle, "d0")
+    await plane.drafter("oracle", "d0")
     router = await plane.router(depth=2)
     client = plane.client()
     task = asyncio.create_task(plane.generate(client, PROMPT, COUPLED))
@@ -109,7 +99,7 @@ async def test_a_dead_drafter_leaves_the_text_alone_and_another_takes_over(plane
     drafted = router.counters.drafted_tokens
     assert drafted > 0
     await plane.kill("d0")
-    second = await plane.drafter(oracle, "d1")
+    second = await plane.drafter("oracle", "d1")
     await until(lambda: router.stats()["drafters"] == 1)
     gate.open()
     text = await task
@@ -130,7 +120,7 @@ async def test_without_any_drafter_the_text_comes_all_the_same(plane: DataPlane)
 async def test_a_verifier_lost_in_mid_stream_costs_no_token(plane: DataPlane, sampling: SamplingParams) -> None:
     gate = Gate(4)
     await plane.verifier("v0", on_run=gate)
-    drafter = await plane.drafter(oracle)
+    drafter = await plane.drafter("oracle")
     router = await plane.router(depth=2)
     client = plane.client()
     prompts = [[i, *PROMPT] for i in range(6)]
@@ -161,7 +151,7 @@ async def test_an_engine_that_fails_in_a_pass_loses_no_session(plane: DataPlane)
 
     await plane.verifier("v0", on_run=fail_in_the_fifth)
     await plane.verifier("v1", on_run=None)
-    await plane.drafter(wrong)
+    await plane.drafter("wrong")
     router = await plane.router(depth=2)
     client = plane.client()
     prompts = [[i, *PROMPT] for i in range(4)]
@@ -190,7 +180,7 @@ async def test_a_session_whose_verifier_does_not_come_back_ends_with_an_error_in
 async def test_a_router_lost_in_mid_stream_is_resumed_by_its_ingress(plane: DataPlane, same_name: bool) -> None:
     gate = Gate(4)
     await plane.verifier(on_run=gate)
-    await plane.drafter(oracle)
+    await plane.drafter("oracle")
     await plane.router("r0", depth=2)
     client = plane.client()
     prompts = [[i, *PROMPT] for i in range(5)]
@@ -223,7 +213,7 @@ async def test_a_generation_whose_router_does_not_come_back_raises_unavailable(p
 async def test_a_cancelled_generation_is_freed_on_both_pools(plane: DataPlane, how: str) -> None:
     gate = Gate(4)
     await plane.verifier(on_run=gate)
-    drafter = await plane.drafter(oracle)
+    drafter = await plane.drafter("oracle")
     router = await plane.router(depth=2)
     client = plane.client()
     generation = client.generate("s", as_tokens(PROMPT), SamplingParams(max_tokens=900), Speculation())
@@ -277,7 +267,7 @@ async def test_a_prompt_that_fills_the_context_is_refused(plane: DataPlane) -> N
 
 async def test_a_session_ends_with_length_at_the_end_of_the_context(plane: DataPlane) -> None:
     await plane.verifier(max_len=16)
-    await plane.drafter(oracle)
+    await plane.drafter("oracle")
     await plane.router(depth=8)
     text = await plane.generate(plane.client(), PROMPT, COUPLED)
     assert text.tokens == LAW.text(PROMPT, COUPLED)[: 16 - len(PROMPT)]
@@ -330,7 +320,7 @@ async def test_a_router_without_a_verifier_is_passed_over(plane: DataPlane) -> N
 
 async def test_speculation_switched_off_by_the_request_calls_no_drafter(plane: DataPlane) -> None:
     await plane.verifier()
-    drafter = await plane.drafter(oracle)
+    drafter = await plane.drafter("oracle")
     await plane.router(depth=4)
     for speculation in (Speculation(enabled=False), Speculation(max_depth=0)):
         await plane.generate(plane.client(), PROMPT, COUPLED, speculation)
@@ -339,7 +329,7 @@ async def test_speculation_switched_off_by_the_request_calls_no_drafter(plane: D
 
 async def test_the_requests_own_depth_limit_is_kept(plane: DataPlane) -> None:
     await plane.verifier()
-    drafter = await plane.drafter(oracle)
+    drafter = await plane.drafter("oracle")
     router = await plane.router(depth=8)
     await plane.generate(plane.client(), PROMPT, COUPLED, Speculation(max_depth=3))
     assert max(request.depth for request in drafter.requests) == 3
@@ -349,7 +339,7 @@ async def test_the_requests_own_depth_limit_is_kept(plane: DataPlane) -> None:
 
 async def test_a_block_never_goes_beyond_max_tokens(plane: DataPlane) -> None:
     await plane.verifier()
-    drafter = await plane.drafter(oracle)
+    drafter = await plane.drafter("oracle")
     await plane.router(depth=8)
     await plane.generate(plane.client(), PROMPT, SamplingParams(max_tokens=6))
     assert [request.depth for request in drafter.requests] == [4]
@@ -357,7 +347,7 @@ async def test_a_block_never_goes_beyond_max_tokens(plane: DataPlane) -> None:
 
 async def test_a_drafter_with_another_vocabulary_is_never_asked(plane: DataPlane) -> None:
     await plane.verifier()
-    drafter = await plane.drafter(oracle, vocab_hash="another", vocab_size=64)
+    drafter = await plane.drafter("oracle", vocab_hash="another", vocab_size=64)
     await plane.router(depth=4)
     await plane.generate(plane.client(), PROMPT, COUPLED)
     assert not drafter.requests
@@ -365,7 +355,7 @@ async def test_a_drafter_with_another_vocabulary_is_never_asked(plane: DataPlane
 
 async def test_a_text_longer_than_the_drafters_context_goes_on_without_drafts(plane: DataPlane) -> None:
     await plane.verifier()
-    drafter = await plane.drafter(oracle, max_len=20)
+    drafter = await plane.drafter("oracle", max_len=20)
     await plane.router(depth=4)
     text = await plane.generate(plane.client(), PROMPT, COUPLED)
     assert text.tokens == LAW.text(PROMPT, COUPLED)
