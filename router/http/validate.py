@@ -109,13 +109,13 @@ def _sampling(fields: GenerationFields, max_tokens: int, codec: TextCodec, key: 
         top_k=top_k if top_k < codec.vocab_size else 0,
         top_p=defaults.top_p if fields.top_p is None else fields.top_p,
         stop_token_ids=tuple(dict.fromkeys((*eos, *asked_stops))),
+        # Coupled is what "auto" means until drafters ship distributions.
+        rule="ratio" if fields.speculation and fields.speculation.acceptance == "ratio" else "coupled",
         key=key if fields.seed is None else fields.seed % 2**64,
     )
 
 
 def _speculation(fields: SpeculationFields, limits: Limits) -> Speculation:
-    if fields.acceptance == "ratio":
-        raise InvalidRequest("speculation.acceptance: ratio is not supported yet", "speculation.acceptance")
     if fields.drafter and fields.drafter not in limits.drafters:
         raise InvalidRequest(
             f"speculation.drafter: {fields.drafter[:100]!r} is none of {', '.join(limits.drafters) or '(none)'}",

@@ -84,7 +84,6 @@ async def test_a_wrong_value_is_refused_by_name(
         ({"enabled": "no"}, "speculation.enabled"),
         ({"drafter": "nobody"}, "speculation.drafter"),
         ({"acceptance": "always"}, "speculation.acceptance"),
-        ({"acceptance": "ratio"}, "speculation.acceptance"),
         (False, "speculation"),
     ],
 )
@@ -224,6 +223,14 @@ async def test_what_is_not_asked_comes_from_the_model_and_the_context(
     assert (first.max_tokens, first.stop_token_ids) == (61, codec.eos_ids)
     assert (first.key, second.key) == (11, 12)
     assert generator.opened[0].speculation == Speculation()
+
+
+@pytest.mark.parametrize(("asked", "rule"), [("auto", "coupled"), ("coupled", "coupled"), ("ratio", "ratio")])
+async def test_the_acceptance_rule_is_the_one_asked_for(
+    serving: Serving, generator: ScriptedGenerator, asked: str, rule: str
+) -> None:
+    await post(serving(), speculation={"acceptance": asked})
+    assert generator.opened[0].sampling.rule == rule
 
 
 async def test_speculation_can_be_switched_off(serving: Serving, generator: ScriptedGenerator) -> None:
