@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 WINDOW = 8  # drafted rounds that a judgement looks at
-PROBE = 4  # drafted rounds before the first judgement
+PROBE = 4  # drafted rounds before the first judgement, unless they have already cost as many rounds of depth 0
 FIRST_SPAN = 16  # rounds of the first bypass; doubles while probes fail
 LONGEST_SPAN = 256
 TOLERANCE = 0.01  # depth 0 must be better by more than this share, or timing noise would decide
@@ -54,7 +54,8 @@ def after_plain_round(state: Bypass) -> Bypass:
 def after_drafted_round(state: Bypass, resolved: DraftedRound) -> Bypass:
     """A drafted round was resolved: judge, and start a bypass if drafting does not pay."""
     recent = (*state.recent, resolved)[-WINDOW:]
-    if len(recent) < PROBE:
+    ruinous = sum(r.gain_ms for r in recent) < -PROBE * resolved.plain_ms
+    if len(recent) < PROBE and not ruinous:
         return replace(state, recent=recent)
     if pays(recent):
         return replace(state, recent=recent, span=FIRST_SPAN)
