@@ -19,7 +19,8 @@ DRAFT = 1  # a drafter's own sampling under the ratio rule
 ACCEPT = 2  # the uniforms of the ratio test
 RECOVER = 3  # the draw that replaces a rejected token
 
-_TOKENS_AT_ONCE = 1 << 17  # the working set of two rows of a 49k vocabulary stays in cache: a fifth faster than 40
+# Tokens raced at once per thread: two rows of a 49k vocabulary stay in cache, which is a fifth faster than 40 rows.
+_TOKENS_AT_ONCE = 1 << 17
 
 
 def noise_of_words(words: Tensor) -> Tensor:
@@ -76,7 +77,8 @@ def race_rows(log_target: Tensor, key: Tensor, position: Tensor, choice: Tensor,
     if contenders * 8 < vocab_size:
         return _race_few(log_target, contenders, key, position, choice, stream)
     chosen = []
-    for part in torch.arange(rows, device=key.device).split(max(1, _TOKENS_AT_ONCE // vocab_size)):
+    at_once = max(1, _TOKENS_AT_ONCE * torch.get_num_threads() // vocab_size)
+    for part in torch.arange(rows, device=key.device).split(at_once):
         noise = race_noise(vocab_size, key[part], position[part], choice[part], stream)
         chosen.append(race(log_target[part], noise))
     return torch.cat(chosen)

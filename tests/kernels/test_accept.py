@@ -249,14 +249,14 @@ FILTERS = [(0.5, 0, 1.0), (1.0, 2, 1.0), (1.0, 0, 0.6), (0.7, 3, 0.8), (1.0, 0, 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), FILTERS)
 @pytest.mark.parametrize("depth", [1, 4])
 def test_two_tokens_follow_the_targets_joint_law(depth, temperature, top_k, top_p, rule, draft):
-    """Chi-square over the joint cells, 20,000 sessions; false alarm 1e-8 each, under 1e-6 for all 60."""
-    sampling = many(20_000, temperature=temperature, top_k=top_k, top_p=top_p, rule=rule)
+    """Chi-square over the joint cells, 10,000 sessions; false alarm 1e-8 each, under 1e-6 for all 60."""
+    sampling = many(10_000, temperature=temperature, top_k=top_k, top_p=top_p, rule=rule)
     assert joint_p_value(run_chain(sampling, depth, draft), temperature, top_k, top_p) > 1e-8
 
 
 def test_the_law_test_catches_noise_shared_between_draft_and_recovered_token(monkeypatch):
     monkeypatch.setattr(accept, "RECOVER", RACE)
-    pairs = run_chain(many(20_000, temperature=1.0, rule="ratio"), 1, draft_raced)
+    pairs = run_chain(many(10_000, temperature=1.0, rule="ratio"), 1, draft_raced)
     assert joint_p_value(pairs, 1.0, 0, 1.0) < 1e-8
 
 
@@ -265,7 +265,7 @@ def test_the_law_test_catches_a_block_judged_greedily_while_sampling(monkeypatch
         return log_target.argmax(dim=-1) == draft_ids
 
     monkeypatch.setattr(accept, "_passes_ratio", by_argmax)
-    pairs = run_chain(many(20_000, temperature=1.0, rule="ratio"), 1, draft_greedy)
+    pairs = run_chain(many(10_000, temperature=1.0, rule="ratio"), 1, draft_greedy)
     assert joint_p_value(pairs, 1.0, 0, 1.0) < 1e-8
 
 
@@ -274,14 +274,14 @@ def test_the_law_test_catches_a_rejected_token_that_may_come_back(monkeypatch):
         return accept.race_rows(log_target, sampling.key, positions, sampling.choice, RACE)
 
     monkeypatch.setattr(accept, "_recover_or_bonus", with_it)
-    pairs = run_chain(many(20_000, temperature=1.0, rule="ratio"), 1, draft_greedy)
+    pairs = run_chain(many(10_000, temperature=1.0, rule="ratio"), 1, draft_greedy)
     assert joint_p_value(pairs, 1.0, 0, 1.0) < 1e-8
 
 
 def test_the_law_test_catches_filters_left_out(monkeypatch):
     monkeypatch.setattr(accept, "_distribution", lambda logits, rows: logits.log_softmax(dim=-1))
     for rule in ("coupled", "ratio"):
-        pairs = run_chain(many(20_000, temperature=0.5, rule=rule), 1, draft_greedy)
+        pairs = run_chain(many(10_000, temperature=0.5, rule=rule), 1, draft_greedy)
         assert joint_p_value(pairs, 0.5, 0, 1.0) < 1e-8
 
 

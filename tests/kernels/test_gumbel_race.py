@@ -106,18 +106,18 @@ def test_draws_follow_the_distribution():
 
 
 def test_tokens_of_probability_1e_7_win_their_share():
-    """152,000 tokens of probability 1e-7 beside one likely token, 1,500 draws: 22.8 rare winners are expected; a count
-    outside 5..51 has probability under 1e-5 (Poisson), and starved rare tokens would win less than 5 times."""
-    vocab_size, rows = 152_001, 1500
+    """152,000 tokens of probability 1e-7 beside one likely token, 800 draws: 12.2 rare winners are expected; a count
+    outside 1..32 has probability under 1e-5 (Poisson), and starved rare tokens would not win at all."""
+    vocab_size, rows = 152_001, 800
     rare = (vocab_size - 1) * 1e-7
     log_target = torch.full((1, vocab_size), math.log(1e-7))
     log_target[0, 0] = math.log1p(-rare)
     wins = 0
-    for start in range(0, rows, 100):
-        key = torch.arange(start, start + 100) * 7919
-        ids = race_rows(log_target.expand(100, -1), key, key % 50, torch.zeros_like(key), RACE)
+    for start in range(0, rows, 8):
+        key = torch.arange(start, start + 8) * 7919
+        ids = race_rows(log_target.expand(8, -1), key, key % 50, torch.zeros_like(key), RACE)
         wins += int((ids > 0).sum())
-    assert 5 <= wins <= 51
+    assert 1 <= wins <= 32
 
 
 def test_uniforms_stay_below_one_and_follow_their_counter():
