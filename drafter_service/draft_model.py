@@ -34,6 +34,9 @@ class LanguageModel(Protocol):
         ...
 
 
+_ALWAYS_ROWS = 32  # a session that drafts round by round lacks fewer, so other sessions' prompts never stop it
+
+
 @dataclass(slots=True)
 class _Session:
     epoch: Epoch
@@ -52,12 +55,14 @@ class _Draft:
 
 
 class DraftModel:
-    """`vocab_size` is the target's: a model with padding rows in its head must not propose ids beyond it."""
+    """`vocab_size` is the target's: a model with padding rows in its head must not propose ids beyond it.
+    `prefill_rows` is how much of long prompts one batch of requests runs."""
 
-    def __init__(self, model: LanguageModel, vocab_size: int, max_depth: int = 8) -> None:
+    def __init__(self, model: LanguageModel, vocab_size: int, max_depth: int = 8, prefill_rows: int = 512) -> None:
         self._model = model
         self._vocab_size = vocab_size
         self._max_depth = max_depth
+        self._prefill_rows = prefill_rows
         self._pages = PageTable(model.num_pages, model.page_size)
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # least recently used first
 
@@ -132,17 +137,18 @@ class DraftModel:
 
     @torch.inference_mode()
     def _draft_together(self, drafts: list[_Draft]) -> None:
-        """The first pass takes everything new of every session, the others one row each; who is done drops out."""
+        """The first pass takes what is new of every session, the others one row each; who is done drops out."""
+        pieces = self._new_rows(drafts)
+        drafts = [draft for draft in drafts if draft.depth > 0]
         sampling = SamplingRows.of(
             [_draft_sampling(draft.request.sampling) for draft in drafts],
             [draft.request.base_len for draft in drafts],
         )
-        pieces = [self._new_rows(draft.request.session_id) for draft in drafts]
         active = torch.arange(len(drafts))
-        while drafts:
+        while pieces:
             logits = self._model.run(pack(self._pages, pieces))[:, : self._vocab_size]
             rows = sampling.take(active)
-            step = len(drafts[0].tokens)
+            step = len(drafts[0].tokens) if drafts else 0
             chosen = choose_tokens(logits, rows, rows.base_len + step).tolist()
             for draft, token, confidence in zip(drafts, chosen, _confidence(logits), strict=True):
                 draft.tokens.append(token)
@@ -152,9 +158,20 @@ class DraftModel:
             drafts = [drafts[place] for place in going_on]
             pieces = [self._proposed_row(draft) for draft in drafts]
 
-    def _new_rows(self, session_id: str) -> Piece:
-        tokens = self._sessions[session_id].tokens
-        return Piece(session_id, np.array(tokens[self._pages.length(session_id) :], np.int64), logits=1)
+    def _new_rows(self, drafts: list[_Draft]) -> list[Piece]:
+        """What the cache lacks of each session. A long prompt is spread over several requests, which until it is done
+        get empty blocks: it must not hold up the drafts of everyone else."""
+        room = self._prefill_rows
+        pieces = []
+        for draft in drafts:
+            session_id = draft.request.session_id
+            missing = self._sessions[session_id].tokens[self._pages.length(session_id) :]
+            rows = missing[: max(room, _ALWAYS_ROWS)]
+            room -= len(rows)
+            if len(rows) < len(missing):
+                draft.depth = 0
+            pieces.append(Piece(session_id, np.array(rows, np.int64), logits=int(draft.depth > 0)))
+        return pieces
 
     def _proposed_row(self, draft: _Draft) -> Piece:
         token = draft.tokens[-1]

@@ -4,6 +4,7 @@ Knows nothing of models or vocabularies, and never looks into another session. P
 transformers' and vLLM's n-gram drafters, over an index that grows with the text instead of a scan per round.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,12 +21,13 @@ class PromptLookup:
     """Proposes what followed the longest match of the text's last min_ngram..max_ngram tokens; of equally long matches
     the most recent. No match gives an empty block."""
 
-    def __init__(self, max_depth: int = 8, max_ngram: int = 5, min_ngram: int = 2) -> None:
+    def __init__(self, max_depth: int = 8, max_sessions: int = 256, *, max_ngram: int = 5, min_ngram: int = 2) -> None:
         assert 1 <= min_ngram <= max_ngram, (min_ngram, max_ngram)
         self._max_depth = max_depth
+        self._max_sessions = max_sessions
         self._max_ngram = max_ngram
         self._min_ngram = min_ngram
-        self._texts: dict[str, IndexedText] = {}
+        self._texts: OrderedDict[str, IndexedText] = OrderedDict()  # least recently used first
 
     @property
     def sessions(self) -> int:
@@ -35,7 +37,10 @@ class PromptLookup:
         self._texts.pop(session_id, None)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftAnswer]:
-        return [self._draft_one(request) for request in requests]
+        answers = [self._draft_one(request) for request in requests]
+        while len(self._texts) > self._max_sessions + 1:  # the service's health probe is a session too
+            self._texts.popitem(last=False)
+        return answers
 
     def _draft_one(self, request: DraftRequest) -> DraftAnswer:
         text = self._extended(request)
@@ -66,6 +71,7 @@ class PromptLookup:
         text.roll_back(kept)
         text.append(request.new_tokens[kept - start :].tolist())
         self._texts[request.session_id] = text
+        self._texts.move_to_end(request.session_id)
         return text
 
 

@@ -132,7 +132,7 @@ def test_a_different_history_is_drafted_from_and_not_the_cached_one():
 
 
 def test_a_session_past_the_models_context_gets_an_empty_block_and_the_others_keep_theirs():
-    drafter = model(max_len=60)
+    drafter = model(max_len=60, prefill_rows=1000)
     texts = {f"s{i}": [i] * 50 for i in range(15)} | {"long": [7] * 61}
     answers = drafter.draft([request(text, session=name, depth=3) for name, text in texts.items()])
     for (name, text), answer in zip(texts.items(), answers, strict=True):
@@ -162,6 +162,37 @@ def test_a_session_that_cannot_fit_gets_an_empty_block_and_the_others_keep_their
     small, large = drafter.draft([request([5] * 3, session="a", depth=2), request([6] * 30, session="b")])
     assert small.token_ids.tolist() == law_says([5] * 3, 2)
     assert large.token_ids.tolist() == []
+
+
+def test_a_long_prompt_is_run_over_several_requests_without_holding_up_other_sessions():
+    largest = []
+    target = ScriptedTarget(LAW, on_run=lambda batch: largest.append(len(batch.token_ids)))
+    drafter = DraftModel(target, vocab_size=50, prefill_rows=40)
+    long, short = [*range(50), *range(50)], [3, 4]
+    drafter.draft([request(short, session="short")])
+    blocks = []
+    for _ in range(4):
+        short = [*short, 7]
+        new = None if not blocks else 1
+        answers = drafter.draft([request(long, new, session="long"), request(short, 1, session="short")])
+        assert answers[1].token_ids.tolist() == law_says(short, 4)
+        blocks.append(answers[0].token_ids.tolist())
+        assert blocks[-1] in ([], law_says(long, 4))
+        long = [*long, 9]
+    assert blocks[0] == blocks[1] == []
+    assert len(blocks[3]) == 4
+    assert max(largest) <= 40 + 2
+
+
+def test_a_batch_of_long_prompts_only_gives_empty_blocks():
+    drafter = model(prefill_rows=10)
+    texts = {name: [ord(name) % 50] * 90 for name in "abc"}
+    for answer in drafter.draft([request(text, session=name) for name, text in texts.items()]):
+        assert answer.token_ids.tolist() == []
+    for name, text in texts.items():
+        for _ in range(3):
+            last = drafted(drafter, text, new=0, session=name)
+        assert last == law_says(text, 4)
 
 
 def test_closing_gives_the_pages_back():

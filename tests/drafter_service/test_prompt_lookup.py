@@ -150,6 +150,15 @@ def test_closed_sessions_are_forgotten():
     assert isinstance(drafter.draft([request([1, 2, 3, 4], new=1, session="a")])[0], Stale)
 
 
+def test_beyond_the_limit_the_session_that_was_idle_longest_is_forgotten():
+    drafter = PromptLookup(max_sessions=2)
+    for session in "abcd":
+        drafted(drafter, [1, 2, 3], session=session)
+    assert drafter.sessions == 3  # one more than the limit, for the health probe
+    assert isinstance(drafter.draft([request([1, 2, 3, 4], new=1, session="a")])[0], Stale)
+    assert isinstance(drafter.draft([request([1, 2, 3, 4], new=1, session="b")])[0], DraftBlock)
+
+
 def test_a_batch_is_answered_in_order():
     answers = PromptLookup().draft(
         [

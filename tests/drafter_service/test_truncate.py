@@ -80,7 +80,7 @@ def test_the_target_is_never_overwritten(target):
 
 def test_a_truncated_target_drafts_what_transformers_generates_with_it(target, tmp_path):
     save_truncated(target[1], 2, tmp_path / "draft")
-    drafter = DraftModel(PagedLM(tmp_path / "draft", num_pages=32, page_size=4), vocab_size=97)
+    drafter = DraftModel(PagedLM(tmp_path / "draft", num_pages=32, page_size=4), vocab_size=97, prefill_rows=4)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "draft", local_files_only=True).eval()
     texts = {"a": [1, 2, 3, 4, 5, 6, 7], "b": [90]}
     for grown in (0, 1):
