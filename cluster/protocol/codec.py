@@ -61,7 +61,7 @@ _INT_BOUNDS: dict[str, tuple[int, int | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """What came in place of a message that cannot be used. session_id is "" where even that is unreadable."""
+    """What came in place of a usable message. session_id is "" where there is none or even that is unreadable."""
 
     kind: type[Message] | None  # None = unknown tag
     session_id: str
@@ -148,18 +148,23 @@ def _decode_message(tag: int, body: bytes, arrays: memoryview) -> Message | Malf
         _check_values(message)
         return message
     except (msgspec.MsgspecError, ProtocolError) as error:
-        return Malformed(schema.kind if schema else None, *_who(body), reason=str(error))
+        kind = schema.kind if schema else None
+        return Malformed(kind, *_who(kind, body), reason=str(error))
 
 
-def _who(body: bytes) -> tuple[str, Epoch]:
-    """Session id and epoch as far as they can be read: every session message starts with them."""
+def _who(kind: type[Message] | None, body: bytes) -> tuple[str, Epoch]:
+    """Session id and epoch as far as they can be read: messages of sessions start with them."""
     try:
         values = msgspec.msgpack.decode(body)
     except (msgspec.MsgspecError, RecursionError):
         return "", Epoch(0, 0)
+    if kind is m.LoadReport:
+        return "", Epoch(0, 0)  # of a replica, not of a session
     match values:
         case [str(session_id), [int(incarnation), int(placement)], *_]:
             return session_id[:_MAX_NAME], Epoch(incarnation, placement)
+        case [str(session_id), int(incarnation), *_] if kind in (m.Generate, m.Committed):
+            return session_id[:_MAX_NAME], Epoch(incarnation, 0)
         case [str(session_id), *_]:
             return session_id[:_MAX_NAME], Epoch(0, 0)
     return "", Epoch(0, 0)

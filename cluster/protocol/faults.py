@@ -139,9 +139,12 @@ class FaultyPipe:
             self._arrived.append(_Arrival(sent_at_s, frame))  # whole, as it was sent
             return
         for item, fault in zip(messages, faults, strict=True):
+            due_s = sent_at_s + fault.delay_s
+            if fault.cut:
+                self._arrived.append(_Arrival(due_s, None))
+                return
             for _ in range(fault.copies):
-                arrival = _Arrival(sent_at_s + fault.delay_s, None if fault.cut else _frame(item, fault))
-                self._queue(arrival, fault.overtaken_by)
+                self._queue(_Arrival(due_s, _frame(item, fault)), fault.overtaken_by)
 
     def _queue(self, arrival: _Arrival, overtaken_by: int) -> None:
         if overtaken_by:

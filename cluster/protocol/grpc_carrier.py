@@ -80,6 +80,8 @@ class GrpcTransport:
 
 
 class GrpcListener:
+    """Close it before its event loop ends: gRPC deadlocks when it collects a running server afterwards."""
+
     def __init__(self, address: str, server: grpc.aio.Server, links: AcceptedLinks) -> None:
         self._address = address
         self._server = server
@@ -188,7 +190,8 @@ class _StreamPipe:
         except LinkClosed:
             pass  # closed, and all that was queued has been written
         except _BROKEN as error:
-            self.lost(self._broke(error))
+            # Not the incoming side: what the peer said before it stopped listening, a refusal say, is still to be read.
+            self._outgoing.close(self._broke(error))
 
     def _broke(self, error: Exception) -> str:
         why = error.details() if isinstance(error, grpc.aio.AioRpcError) else error

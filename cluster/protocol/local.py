@@ -34,9 +34,8 @@ class LocalTransport:
         listener = self._listeners.get(address)
         if listener is None or listener.closed:
             raise LinkClosed(f"nobody listens at {address}")
-        there, back = FrameQueue(), FrameQueue()
-        listener.accept(_QueuePipe(incoming=there, outgoing=back))
-        pipe = _QueuePipe(incoming=back, outgoing=there)
+        pipe, far = pipe_pair()
+        listener.accept(far)
         peer = await greet(pipe, hello, self._secret, timeout_s)
         return FramedLink(self._wrap(hello, pipe, peer), peer)
 
@@ -71,6 +70,12 @@ class LocalListener:
     async def close(self) -> None:
         self.closed = True
         await self._links.close()
+
+
+def pipe_pair() -> tuple[Pipe, Pipe]:
+    """The two ends of a new pipe."""
+    there, back = FrameQueue(), FrameQueue()
+    return _QueuePipe(incoming=back, outgoing=there), _QueuePipe(incoming=there, outgoing=back)
 
 
 class _QueuePipe:

@@ -198,6 +198,22 @@ async def test_after_the_peer_closed_everything_it_sent_can_still_be_taken(pair:
         await soon(receiver.receive())
 
 
+async def test_what_the_peer_sent_before_it_closed_arrives_although_this_side_was_sending(pair: Pair) -> None:
+    async def send_until_closed() -> None:
+        while True:
+            await pair.near.send([block(1, tokens=2**12)])
+
+    sending = asyncio.create_task(send_until_closed())
+    await soon(pair.far.receive())
+    for number in range(20):
+        await pair.far.send([block(number)])
+    pair.handler.let_go.set()
+    received = [(await soon(pair.near.receive()))[0] for _ in range(20)]
+    assert [m.block_id for m in received] == list(range(20))  # type: ignore[union-attr]
+    with pytest.raises(LinkClosed):
+        await soon(sending)
+
+
 async def test_a_waiting_reader_learns_that_the_peer_closed(pair: Pair) -> None:
     waiting = asyncio.create_task(pair.near.receive())
     await asyncio.sleep(0)

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import grpc
 import numpy as np
@@ -21,7 +22,7 @@ from cluster.protocol.errors import HandshakeRefused, LinkClosed
 from cluster.protocol.grpc_carrier import GrpcTransport
 from cluster.protocol.handshake import DOOR_KEY, door_key
 from cluster.protocol.messages import Epoch, Hello, VerifyRequest
-from cluster.protocol.transport import Link
+from cluster.protocol.transport import Link, OnLink
 
 SECRET = b"a secret of both sides"
 ROUTER = Hello("router", "router-0")
@@ -79,6 +80,16 @@ async def echo(link: Link) -> None:
         await link.send(await link.receive())
 
 
+@asynccontextmanager
+async def listening(on_link: OnLink = echo) -> AsyncIterator[str]:
+    """The address of a listener that is closed whatever happens."""
+    listener = await GrpcTransport("127.0.0.1", SECRET).listen(VERIFIER, on_link)
+    try:
+        yield listener.address
+    finally:
+        await listener.close()
+
+
 async def connect(address: str, secret: bytes = SECRET) -> Link:
     return await GrpcTransport("127.0.0.1", secret).connect(address, ROUTER)
 
@@ -115,41 +126,45 @@ async def test_a_listener_notices_the_death_or_silence_of_the_connectors_process
         except LinkClosed as error:
             ended.set_result(str(error))
 
-    listener = await GrpcTransport("127.0.0.1", SECRET).listen(VERIFIER, on_link)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CONNECTOR_PROCESS, listener.address, stdout=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None
-    async with asyncio.timeout(PATIENCE_S):
-        assert await process.stdout.readline() == b"connected\n"
-        assert not ended.done()
-        process.send_signal(how)
-        await ended
-        process.kill()
-        await process.wait()
-        await listener.close()
+    async with listening(on_link) as address, asyncio.timeout(PATIENCE_S):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", CONNECTOR_PROCESS, address, stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            assert process.stdout is not None
+            assert await process.stdout.readline() == b"connected\n"
+            assert not ended.done()
+            process.send_signal(how)
+            await ended
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # it is dead already
+                process.kill()
+            await process.wait()
 
 
 async def test_a_busy_process_is_not_a_dead_one() -> None:
-    listener = await GrpcTransport("127.0.0.1", SECRET).listen(VERIFIER, echo)
-    link = await connect(listener.address)
-    time.sleep(3.5)  # noqa: ASYNC251 - both event loops stand still for longer than a silent peer is given
-    await round_trip(link)
-    await link.close()
-    await listener.close()
+    async with listening() as address:
+        link = await connect(address)
+        time.sleep(3.5)  # noqa: ASYNC251 - both event loops stand still for longer than a silent peer is given
+        await round_trip(link)
+        await link.close()
 
 
-async def test_a_wrong_secret_is_refused_without_being_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_wrong_secret_is_refused_every_time_and_nobody_tells_it(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    listener = await GrpcTransport("127.0.0.1", SECRET).listen(VERIFIER, echo)
-    with pytest.raises(HandshakeRefused, match="secret") as refused:
-        await connect(listener.address, b"a guess")
-    await round_trip(await connect(listener.address))
-    await listener.close()
-    for told in (str(refused.value), caplog.text):
-        assert SECRET.decode() not in told
-        assert "a guess" not in told
-    assert VERIFIER.replica_id not in str(refused.value)
+    told = []
+    async with listening() as address:
+        for _ in range(50):  # the refusal and the connector's first frame cross
+            with pytest.raises(HandshakeRefused, match="secret") as refused:
+                await connect(address, b"a guess")
+            told.append(str(refused.value))
+        link = await connect(address)
+        await round_trip(link)
+        await link.close()
+    for secret in (SECRET.decode(), "a guess", VERIFIER.replica_id):
+        assert secret not in str(told)
+    for secret in (SECRET.decode(), "a guess"):
+        assert secret not in caplog.text
 
 
 @pytest.mark.parametrize("first_frame", [b"", b"\x00" * 100, b"\x93" * 20_000, os.urandom(1000)])
@@ -160,45 +175,40 @@ async def test_a_peer_that_opens_the_door_but_does_not_shake_hands_gets_no_furth
         nonlocal served
         served = True
 
-    listener = await GrpcTransport("127.0.0.1", SECRET).listen(VERIFIER, on_link)
-    async with grpc.aio.insecure_channel(listener.address) as channel:
+    async with listening(on_link) as address, grpc.aio.insecure_channel(address) as channel:
         call = channel.stream_stream("/outrider.Link/Stream")(metadata=((DOOR_KEY, door_key(SECRET)),))
         async with asyncio.timeout(PATIENCE_S):
             await call.write(first_frame)
             assert b"expected" in (answer := await call.read()) or b"unreadable" in answer
             assert await call.read() is grpc.aio.EOF
-    await listener.close()
     assert not served
 
 
 async def test_a_message_above_the_limit_is_refused_at_its_declared_length() -> None:
-    listener = await GrpcTransport("127.0.0.1", SECRET).listen(VERIFIER, echo)
     options = [("grpc.max_send_message_length", -1)]
-    async with grpc.aio.insecure_channel(listener.address, options=options) as channel:
-        call = channel.stream_stream("/outrider.Link/Stream")(metadata=((DOOR_KEY, door_key(SECRET)),))
-        async with asyncio.timeout(PATIENCE_S):
+    async with listening() as address:
+        async with grpc.aio.insecure_channel(address, options=options) as channel, asyncio.timeout(PATIENCE_S):
+            call = channel.stream_stream("/outrider.Link/Stream")(metadata=((DOOR_KEY, door_key(SECRET)),))
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await call.write(bytes(MAX_FRAME_BYTES + 1))
             with contextlib.suppress(grpc.aio.AioRpcError):
                 await call.read()
             assert await call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
             assert str(MAX_FRAME_BYTES) in await call.details()
-    await round_trip(await connect(listener.address))
-    await listener.close()
+        link = await connect(address)
+        await round_trip(link)
+        await link.close()
 
 
 async def test_a_port_is_never_shared_and_the_real_one_is_published() -> None:
-    transport = GrpcTransport("127.0.0.1", SECRET)
-    listeners = [await transport.listen(VERIFIER, echo) for _ in range(4)]
-    ports = {int(listener.address.rpartition(":")[2]) for listener in listeners}
-    assert len(ports) == 4
-    assert 0 not in ports
-    with socket.socket() as squatter:
-        squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        with pytest.raises(OSError, match="in use"):
-            squatter.bind(("127.0.0.1", ports.pop()))
-    for listener in listeners:
-        await listener.close()
+    async with listening() as one, listening() as other:
+        ports = {int(address.rpartition(":")[2]) for address in (one, other)}
+        assert len(ports) == 2
+        assert 0 not in ports
+        with socket.socket() as squatter:
+            squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            with pytest.raises(OSError, match="in use"):
+                squatter.bind(("127.0.0.1", ports.pop()))
 
 
 async def test_a_host_that_cannot_be_bound_is_an_os_error() -> None:
@@ -218,28 +228,26 @@ async def test_a_peer_that_accepts_but_never_answers_does_not_hold_the_connector
 
 
 async def test_the_ends_may_live_in_event_loops_of_two_threads() -> None:
-    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     here = asyncio.get_running_loop()
-    stop: list[asyncio.Event] = []
-    there: list[asyncio.AbstractEventLoop] = []
+    started: asyncio.Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = here.create_future()
 
     async def serve() -> None:
-        stop.append(asyncio.Event())
-        there.append(asyncio.get_running_loop())
-        listener = await GrpcTransport("127.0.0.1", SECRET).listen(VERIFIER, echo)
-        here.call_soon_threadsafe(address.set_result, listener.address)
-        await stop[0].wait()
-        await listener.close()
+        async with listening() as address:
+            stop = asyncio.Event()
+            facts = address, asyncio.get_running_loop(), stop
+            here.call_soon_threadsafe(started.set_result, facts)
+            await stop.wait()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
+    async with asyncio.timeout(PATIENCE_S):
+        address, there, stop = await started
     try:
-        async with asyncio.timeout(PATIENCE_S):
-            link = await connect(await address)
-            for _ in range(50):
-                await round_trip(link)
-            await link.close()
+        link = await connect(address)
+        for _ in range(50):
+            await round_trip(link)
+        await link.close()
     finally:
-        there[0].call_soon_threadsafe(stop[0].set)
+        there.call_soon_threadsafe(stop.set)
         await asyncio.to_thread(thread.join, PATIENCE_S)
     assert not thread.is_alive()
