@@ -25,7 +25,7 @@ class _Group:
     rows: Tensor  # [S, R] indices into the batch's rows; padding repeats the session's first row
     valid: Tensor | None  # [S, R] bool, None when nothing is padded
     keys: Tensor | slice  # [S * L] slots, padded with the session's own first slot; a slice where they are consecutive
-    mask: Tensor | None  # [S, 1, R, L] additive float, None where every row sees every key
+    mask: Tensor | None  # [S, 1, H/Hkv * R, L] additive float, None where every row sees every key
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ def plan_attention(
     context_lens: NDArray[np.int64],
     block_tables: NDArray[np.int64],
     page_size: int,
+    queries_per_key: int,
     device: torch.device,
     dtype: torch.dtype,
 ) -> AttentionPlan:
@@ -50,7 +51,7 @@ def plan_attention(
     sizes = np.diff(row_starts)
     assert bool(np.all(sizes <= context_lens)), "a session has more rows than context"
     groups = [
-        _plan_group(members, sizes, row_starts, context_lens, block_tables, page_size, device, dtype)
+        _plan_group(members, sizes, row_starts, context_lens, block_tables, page_size, queries_per_key, device, dtype)
         for members in _group_members(sizes, context_lens)
     ]
     return AttentionPlan(torch.from_numpy(slots).to(device), tuple(groups), int(row_starts[-1]))
@@ -88,10 +89,7 @@ def _attend(query: Tensor, key_pages: Tensor, value_pages: Tensor, group: _Group
     # The queries that share a KV head become rows of one head: [S, Hkv, H/Hkv * R, D].
     folded = query.view(sessions, rows, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
     folded = folded.reshape(sessions, kv_heads, -1, dim)
-    mask = group.mask
-    if mask is not None and heads != kv_heads:
-        mask = mask.repeat(1, 1, heads // kv_heads, 1)
-    out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
+    out = scaled_dot_product_attention(folded, key, value, attn_mask=group.mask, scale=scale)
     out = out.view(sessions, kv_heads, heads // kv_heads, rows, dim).permute(0, 3, 1, 2, 4)
     return out.reshape(sessions, rows, heads, dim)
 
@@ -117,6 +115,7 @@ def _plan_group(
     context_lens: NDArray[np.int64],
     block_tables: NDArray[np.int64],
     page_size: int,
+    queries_per_key: int,
     device: torch.device,
     dtype: torch.dtype,
 ) -> _Group:
@@ -136,7 +135,7 @@ def _plan_group(
         rows=torch.from_numpy(rows).to(device),
         valid=None if valid.all() else torch.from_numpy(valid).to(device),
         keys=_as_slice(keys) or torch.from_numpy(keys).to(device),
-        mask=None if visible.all() else _additive(visible, device, dtype),
+        mask=None if visible.all() else _additive(visible, queries_per_key, device, dtype),
     )
 
 
@@ -147,6 +146,7 @@ def _as_slice(keys: NDArray[np.int64]) -> slice | None:
     return None
 
 
-def _additive(visible: NDArray[np.bool_], device: torch.device, dtype: torch.dtype) -> Tensor:
+def _additive(visible: NDArray[np.bool_], queries_per_key: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     mask = torch.zeros(visible.shape, dtype=dtype, device=device)
-    return mask.masked_fill_(~torch.from_numpy(visible).to(device), float("-inf"))[:, None]
+    mask.masked_fill_(~torch.from_numpy(visible).to(device), float("-inf"))
+    return mask[:, None].repeat(1, 1, queries_per_key, 1)

@@ -6,6 +6,8 @@ says where rows live. The logits of a row depend on the rows of its own session 
 
 import hashlib
 import logging
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from outrider_kernels.fused_decoder import FusedDecoder, can_fuse
 from outrider_kernels.paged_attention import AttentionPlan, paged_attention, plan_attention, write_kv
 from outrider_kernels.prepacked_linear import prepack_linears
 from outrider_kernels.ragged_batch import RaggedBatch
@@ -59,13 +62,17 @@ class PagedLM:
         self.vocab_size = int(config.vocab_size)
         self.max_len = min(max_len or config.max_position_embeddings, config.max_position_embeddings)
         self.eos_token_ids = _eos_token_ids(self._model)
-        prepacked = prepack_linears(self._model) if prepack and self._device.type == "cpu" else 0
-        self.numerics = _fingerprint(self._model, dtype, device, prepacked)
+        self._fused = FusedDecoder(self._model, prepack) if can_fuse(self._model) else None
+        if self._fused is not None:
+            path = "fused-prepacked" if self._fused.prepacked else "fused"
+        else:
+            path = "prepacked" if prepack and prepack_linears(self._model) else "stock"
+        self.numerics = _fingerprint(self._model, dtype, device, path)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self._queries_per_key = config.num_attention_heads // kv_heads
         shape = (config.num_hidden_layers, num_pages, page_size, kv_heads, head_dim)
-        self._key_pages = torch.zeros(shape, dtype=_DTYPES[dtype], device=self._device)
-        self._value_pages = torch.zeros_like(self._key_pages)
+        self._key_pages, self._value_pages = (_zeros(shape, _DTYPES[dtype], self._device) for _ in range(2))
         self._try_one_row()
 
     @torch.inference_mode()
@@ -77,15 +84,22 @@ class PagedLM:
             batch.context_lens,
             batch.block_tables,
             self.page_size,
+            self._queries_per_key,
             self._device,
             self._key_pages.dtype,
         )
+        rows = (torch.from_numpy(array).to(self._device) for array in (batch.token_ids, batch.positions))
+        token_ids, positions = rows
+        logit_rows = torch.from_numpy(batch.logit_rows).to(self._device)
+        pages = self._key_pages, self._value_pages
+        if self._fused is not None:
+            return self._fused.run(token_ids, positions, plan, *pages, logit_rows).float()
         output = self._model(
-            input_ids=torch.from_numpy(batch.token_ids).to(self._device)[None],
-            position_ids=torch.from_numpy(batch.positions).to(self._device)[None],
+            input_ids=token_ids[None],
+            position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=torch.from_numpy(batch.logit_rows).to(self._device),
-            outrider_pass=(plan, self._key_pages, self._value_pages),
+            logits_to_keep=logit_rows,
+            outrider_pass=(plan, *pages),
         )
         logits: Tensor = output.logits[0]
         return logits.float()
@@ -124,6 +138,13 @@ def _attend(
 
 AttentionInterface.register(_ATTENTION, _attend)
 AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)  # the plan holds the mask
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy's zeros are mapped when they are first written; torch's own would claim the whole pool at once.
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _load(model_dir: Path, dtype: torch.dtype) -> Any:
@@ -166,9 +187,9 @@ def _eos_token_ids(model: Any) -> tuple[int, ...]:
     return tuple(ids) if isinstance(ids, list | tuple) else () if ids is None else (int(ids),)
 
 
-def _fingerprint(model: Any, dtype: str, device: str, prepacked: int) -> str:
+def _fingerprint(model: Any, dtype: str, device: str, path: str) -> str:
     """Everything that can change a logit: the architecture and its configuration, number format, device, libraries."""
     config = hashlib.sha256(model.config.to_json_string(use_diff=False).encode()).hexdigest()[:12]
     parts = [type(model).__name__, config, dtype, device, f"torch{torch.__version__}"]
-    parts += [f"transformers{transformers.__version__}", "prepacked" if prepacked else "stock"]
+    parts += [f"transformers{transformers.__version__}", path]
     return "/".join([*parts, torch.backends.cpu.get_cpu_capability()])

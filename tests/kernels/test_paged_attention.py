@@ -46,6 +46,7 @@ class Cache:
             batch.context_lens,
             batch.block_tables,
             self.table.page_size,
+            self.heads // self.kv_heads,
             CPU,
             torch.float32,
         )

@@ -10,6 +10,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -34,6 +36,8 @@ MODELS = {
     "llama with tied head and biases": lambda: LlamaForCausalLM(
         LlamaConfig(**TINY, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)
     ),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**TINY)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**TINY, sliding_window=None)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**TINY)),
 }
 
@@ -80,6 +84,25 @@ def test_logits_of_ragged_chunks_equal_the_models_own(kind: str, prepack: bool, 
         torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-4)
         for s, n in sizes.items():
             done[s] += n
+
+
+def test_models_of_llamas_shape_run_fused_and_others_through_their_own_modules(tmp_path: Path) -> None:
+    paths = {}
+    for kind in MODELS:
+        lm = PagedLM(save(made(kind), tmp_path / kind), num_pages=4, prepack=False)
+        paths[kind] = "fused" in lm.numerics.split("/")
+    assert paths == {kind: kind != "qwen3" for kind in MODELS}
+
+
+def test_a_model_whose_activation_differs_is_not_fused_and_still_right(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**TINY, hidden_act="gelu")).eval()
+    lm = PagedLM(save(model, tmp_path), num_pages=16, page_size=4)
+    assert "fused" not in lm.numerics
+    ids = list(range(9))
+    with torch.inference_mode():
+        own = model(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(Sessions(lm).run(a=ids), own, rtol=1e-4, atol=1e-4)
 
 
 def test_a_pass_may_want_no_logits_at_all(tmp_path: Path) -> None:

@@ -241,6 +241,20 @@ async def test_messages_that_are_not_for_a_verifier_hurt_nobody() -> None:
         assert isinstance((await router.batch())[-1], VerifyResult)
 
 
+async def test_a_router_that_reads_nothing_loses_its_link_and_others_go_on() -> None:
+    async with replica() as running:
+        deaf, other = await running.router("r0"), await running.router("r1")
+
+        async def flood() -> None:
+            while True:
+                await deaf.send(verify("ghost", 1))
+
+        with pytest.raises(LinkClosed):
+            await asyncio.wait_for(flood(), BOUND_S)
+        await other.send(open_session("a", [1]), verify("a", 1))
+        assert isinstance((await other.batch())[0], VerifyResult)
+
+
 async def test_health_is_a_decode_and_says_when_it_does_not_finish() -> None:
     gate = Gate()
     target = ScriptedTarget(on_run=gate)

@@ -1,0 +1,122 @@
+"""The decoder of Llama-shaped models with fewer, larger operations: one projection for query, key and value, one for
+gate and up, one rotation for queries and keys, one kernel per norm.
+
+Takes a transformers model's own weights and position embedding; knows pages only through an attention plan. Computes
+what the model's modules compute, up to rounding. SmolLM2-135M, float32, prepacked weights, 48 cached tokens, one
+AVX-512 core, ms per pass through the modules and through this: 57 and 48 for one row, 72 and 63 for eight.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, silu
+
+from outrider_kernels.paged_attention import AttentionPlan, paged_attention, write_kv
+from outrider_kernels.prepacked_linear import PrepackedLinear, can_prepack
+
+# Layers of exactly this shape: pre-norm, q/k/v/o with optional biases, full rotary embedding, gated SiLU.
+_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
+
+Linear = Callable[[Tensor], Tensor]
+
+
+def can_fuse(model: Any) -> bool:
+    """Whether a transformers causal LM is one that FusedDecoder computes."""
+    config = model.config
+    layers = getattr(getattr(model, "model", None), "layers", [])
+    return (
+        len(layers) > 0
+        and all(type(layer).__name__ in _LAYERS for layer in layers)
+        and config.hidden_act == "silu"
+        and layers[0].self_attn.head_dim % 2 == 0
+    )
+
+
+class FusedDecoder:
+    """Takes the weights over: the model's own layers are emptied, so that nothing is held twice."""
+
+    def __init__(self, model: Any, prepack: bool) -> None:
+        decoder = model.model
+        self.prepacked = prepack and can_prepack(decoder.layers[0].self_attn.q_proj.weight)
+        self._embed = decoder.embed_tokens
+        self._rotary = decoder.rotary_emb
+        self._norm = _norm(decoder.norm)
+        self._layers = []
+        while len(decoder.layers):
+            self._layers.append(_FusedLayer(decoder.layers[0], self._linear))
+            del decoder.layers[0]
+        self._head = self._linear(model.lm_head)
+
+    def run(
+        self,
+        token_ids: Tensor,  # [rows] int64
+        positions: Tensor,  # [rows] int64
+        plan: AttentionPlan,
+        key_pages: Tensor,  # [layers, pages, page_size, Hkv, D]
+        value_pages: Tensor,
+        logit_rows: Tensor,  # [n] int64
+    ) -> Tensor:
+        """[n, vocab] in the model's number format."""
+        hidden = self._embed(token_ids)
+        cos, sin = self._rotary(hidden, position_ids=positions[None])  # [1, rows, D] each
+        rotation = _Rotation(cos[0], sin[0])
+        for layer, keys, values in zip(self._layers, key_pages.unbind(), value_pages.unbind(), strict=True):
+            hidden = layer.run(hidden, rotation, plan, keys, values)
+        return self._head(self._norm(hidden[logit_rows]))
+
+    def _linear(self, *modules: Any) -> Linear:
+        """The modules' outputs side by side, from one product."""
+        weight = torch.cat([module.weight.detach() for module in modules])
+        biases = [module.bias for module in modules]
+        bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
+        if self.prepacked:
+            return PrepackedLinear(weight, bias)
+        return partial(linear, weight=weight, bias=bias)
+
+
+class _Rotation:
+    """Rotary position embedding: x * cos + rotate_half(x) * sin, as transformers lays it out."""
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self._half = cos.shape[-1] // 2
+        self._cos = cos[:, None]
+        # rotate_half is a roll by half whose first part changes sign; the sign goes into the sine.
+        self._sin = torch.cat([-sin[:, : self._half], sin[:, self._half :]], dim=-1)[:, None]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, heads, D]"""
+        return torch.addcmul(x * self._cos, x.roll(self._half, dims=-1), self._sin)
+
+
+class _FusedLayer:
+    def __init__(self, layer: Any, fused_linear: Callable[..., Linear]) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._dim = attention.head_dim
+        self._heads = attention.q_proj.out_features // self._dim
+        self._kv_heads = attention.k_proj.out_features // self._dim
+        self._scale = attention.scaling
+        self._norm_attention = _norm(layer.input_layernorm)
+        self._norm_mlp = _norm(layer.post_attention_layernorm)
+        self._qkv = fused_linear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._out = fused_linear(attention.o_proj)
+        self._gate_up = fused_linear(mlp.gate_proj, mlp.up_proj)
+        self._down = fused_linear(mlp.down_proj)
+
+    def run(self, hidden: Tensor, rotate: _Rotation, plan: AttentionPlan, keys: Tensor, values: Tensor) -> Tensor:
+        """hidden [rows, width] -> [rows, width]; writes this layer's rows of the cache."""
+        rows, heads = hidden.shape[0], self._heads
+        qkv = self._qkv(self._norm_attention(hidden)).view(rows, -1, self._dim)
+        rotated = rotate(qkv[:, : heads + self._kv_heads])
+        write_kv(rotated[:, heads:], qkv[:, heads + self._kv_heads :], keys, values, plan)
+        attended = paged_attention(rotated[:, :heads], keys, values, plan, self._scale)
+        hidden = hidden + self._out(attended.reshape(rows, -1))
+        gate, up = self._gate_up(self._norm_mlp(hidden)).chunk(2, dim=-1)
+        return hidden + self._down(silu(gate).mul_(up))
+
+
+def _norm(module: Any) -> Linear:
+    weight = module.weight.detach()
+    return partial(rms_norm, normalized_shape=weight.shape, weight=weight, eps=module.variance_epsilon)
