@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from outrider_kernels.paged_attention import AttentionPlan, paged_attention, write_kv
 from outrider_kernels.prepacked_linear import PrepackedLinear, can_prepack
@@ -36,12 +36,16 @@ def can_fuse(model: Any) -> bool:
 
 
 class FusedDecoder:
-    """Takes the weights over: the model's own layers are emptied, so that nothing is held twice."""
+    """Takes the weights over and empties the model's layers, so that nothing is held twice.
+
+    What it keeps it copies: the model's own tensors are views of the whole checkpoint file.
+    """
 
     def __init__(self, model: Any, prepack: bool) -> None:
         decoder = model.model
-        self.prepacked = prepack and can_prepack(decoder.layers[0].self_attn.q_proj.weight)
-        self._embed = decoder.embed_tokens
+        self._prepacked = prepack and can_prepack(decoder.layers[0].self_attn.q_proj.weight)
+        self.path = "fused-prepacked" if self._prepacked else "fused"
+        self._embeddings = decoder.embed_tokens.weight.detach().clone()
         self._rotary = decoder.rotary_emb
         self._norm = _norm(decoder.norm)
         self._layers = []
@@ -60,7 +64,7 @@ class FusedDecoder:
         logit_rows: Tensor,  # [n] int64
     ) -> Tensor:
         """[n, vocab] in the model's number format."""
-        hidden = self._embed(token_ids)
+        hidden = embedding(token_ids, self._embeddings)
         cos, sin = self._rotary(hidden, position_ids=positions[None])  # [1, rows, D] each
         rotation = _Rotation(cos[0], sin[0])
         for layer, keys, values in zip(self._layers, key_pages.unbind(), value_pages.unbind(), strict=True):
@@ -72,7 +76,7 @@ class FusedDecoder:
         weight = torch.cat([module.weight.detach() for module in modules])
         biases = [module.bias for module in modules]
         bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
-        if self.prepacked:
+        if self._prepacked:
             return PrepackedLinear(weight, bias)
         return partial(linear, weight=weight, bias=bias)
 
@@ -118,5 +122,5 @@ class _FusedLayer:
 
 
 def _norm(module: Any) -> Linear:
-    weight = module.weight.detach()
+    weight = module.weight.detach().clone()
     return partial(rms_norm, normalized_shape=weight.shape, weight=weight, eps=module.variance_epsilon)

@@ -57,23 +57,19 @@ class PagedLM:
         self.num_pages = num_pages
         self.page_size = page_size
         self._device = torch.device(device)
-        self._model = _load(Path(model_dir), _DTYPES[dtype]).to(self._device).eval()
-        config = self._model.config
+        model = _load(Path(model_dir), _DTYPES[dtype]).to(self._device).eval()
+        config = model.config
         self.vocab_size = int(config.vocab_size)
         self.max_len = min(max_len or config.max_position_embeddings, config.max_position_embeddings)
-        self.eos_token_ids = _eos_token_ids(self._model)
-        self._fused = FusedDecoder(self._model, prepack) if can_fuse(self._model) else None
-        if self._fused is not None:
-            path = "fused-prepacked" if self._fused.prepacked else "fused"
-        else:
-            path = "prepacked" if prepack and prepack_linears(self._model) else "stock"
-        self.numerics = _fingerprint(self._model, dtype, device, path)
+        self.eos_token_ids = _eos_token_ids(model)
+        self._decoder = FusedDecoder(model, prepack) if can_fuse(model) else _ModuleDecoder(model, prepack)
+        self.numerics = _fingerprint(model, dtype, device, self._decoder.path)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self._queries_per_key = config.num_attention_heads // kv_heads
         shape = (config.num_hidden_layers, num_pages, page_size, kv_heads, head_dim)
         self._key_pages, self._value_pages = (_zeros(shape, _DTYPES[dtype], self._device) for _ in range(2))
-        self._try_one_row()
+        self._try_one_row(type(model).__name__)
 
     @torch.inference_mode()
     def run(self, batch: RaggedBatch) -> Tensor:
@@ -88,29 +84,46 @@ class PagedLM:
             self._device,
             self._key_pages.dtype,
         )
-        rows = (torch.from_numpy(array).to(self._device) for array in (batch.token_ids, batch.positions))
-        token_ids, positions = rows
-        logit_rows = torch.from_numpy(batch.logit_rows).to(self._device)
-        pages = self._key_pages, self._value_pages
-        if self._fused is not None:
-            return self._fused.run(token_ids, positions, plan, *pages, logit_rows).float()
-        output = self._model(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=logit_rows,
-            outrider_pass=(plan, *pages),
+        token_ids, positions, logit_rows = (
+            torch.from_numpy(array).to(self._device) for array in (batch.token_ids, batch.positions, batch.logit_rows)
         )
-        logits: Tensor = output.logits[0]
+        logits = self._decoder.run(token_ids, positions, plan, self._key_pages, self._value_pages, logit_rows)
         return logits.float()
 
-    def _try_one_row(self) -> None:
+    def _try_one_row(self, kind: str) -> None:
         """Fail at the start, not at the first session."""
         zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
         try:
             self.run(RaggedBatch(zero, zero, zero, np.array([0, 1]), one, zero[None], zero))
         except RuntimeError as error:  # of torch: keys and values of other shapes than the configuration says
-            raise UnsupportedModel(f"{type(self._model).__name__} does not run over a paged cache: {error}") from error
+            raise UnsupportedModel(f"{kind} does not run over a paged cache: {error}") from error
+
+
+class _ModuleDecoder:
+    """The model's own modules, with our attention; same interface as FusedDecoder."""
+
+    def __init__(self, model: Any, prepack: bool) -> None:
+        self.path = "prepacked" if prepack and prepack_linears(model) else "stock"
+        self._model = model
+
+    def run(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        plan: AttentionPlan,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        logit_rows: Tensor,
+    ) -> Tensor:
+        output = self._model(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=logit_rows,
+            outrider_pass=(plan, key_pages, value_pages),
+        )
+        logits: Tensor = output.logits[0]
+        return logits
 
 
 def _attend(
