@@ -28,6 +28,7 @@ MAX_FRAME_BYTES = 64 * 2**20  # on both ends of every carrier; 16 million token 
 _MAGIC = b"OUTR"
 _HEADER = struct.Struct("<4sHHII")
 _ALIGNMENT = 8
+_MAX_REASON = 500  # characters; the reason may quote what came
 
 # Part of the wire format: a tag is never reused for another kind.
 _TAGS: dict[int, type[Message]] = {
@@ -136,7 +137,7 @@ def _decode_message(tag: int, body: bytes, array_bytes: int, reader: ArrayReader
         return message
     except (msgspec.MsgspecError, ProtocolError) as error:
         kind = schema.kind if schema else None
-        return Malformed(kind, *_who(kind, body), reason=str(error))
+        return Malformed(kind, *_who(kind, body), reason=str(error)[:_MAX_REASON])
 
 
 def _who(kind: type[Message] | None, body: bytes) -> tuple[str, Epoch]:

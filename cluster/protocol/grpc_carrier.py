@@ -8,6 +8,7 @@ falls silent. Creates no event loop; a link belongs to the loop that made it.
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import Awaitable, Callable
 
@@ -24,6 +25,8 @@ from cluster.protocol.transport import OnLink
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
+
+log = logging.getLogger(__name__)
 
 _SERVICE, _METHOD = "outrider.Link", "Stream"
 _SHARED_OPTIONS = (
@@ -107,6 +110,7 @@ class _Door:
     async def stream(self, requests: object, context: grpc.aio.ServicerContext) -> None:
         metadata = dict(context.invocation_metadata() or ())
         if not opens_door(self._secret, metadata.get(DOOR_KEY, b"")):
+            log.warning("turned away %s, which does not know the data-plane secret", context.peer())
             await context.write(refusal("the connector does not know this application's data-plane secret"))
             return
         pipe = _ListenerPipe(context)

@@ -12,10 +12,10 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from cluster.protocol import codec, messages
+from cluster.protocol import codec
 from cluster.protocol.errors import HandshakeRefused, LinkClosed, ProtocolError
 from cluster.protocol.handshake import NONCE_BYTES, check_compatible, check_proof, prove
-from cluster.protocol.messages import Hello, Message, Refused
+from cluster.protocol.messages import Committed, DraftBlock, Hello, Message, Refused, Stale, VerifyResult
 from cluster.protocol.pipe import CLOSE_GRACE_S, Pipe
 from cluster.protocol.transport import OnLink
 
@@ -25,7 +25,7 @@ HANDSHAKE_TIMEOUT_S = 5.0
 HANDLER_GRACE_S = 1.0
 _MAX_HANDSHAKE_BYTES = 16_384
 WrapPipe: TypeAlias = Callable[[Pipe, Hello], Pipe]
-_ANSWERS = (messages.Committed, messages.DraftBlock, messages.VerifyResult, messages.Stale, Refused)
+_ANSWERS = (Committed, DraftBlock, VerifyResult, Stale, Refused)
 
 
 class FramedLink:
@@ -92,12 +92,11 @@ class AcceptedLinks:
         self._on_link = on_link
         self._pipes: dict[asyncio.Task[None], Pipe] = {}
 
-    def accept(self, pipe: Pipe, after_handshake: WrapPipe = lambda pipe, peer: pipe) -> asyncio.Task[None]:
+    def accept(self, pipe: Pipe, after_handshake: WrapPipe = lambda pipe, peer: pipe) -> None:
         """Serves a new pipe in a task of its own: handshake, `on_link`, close."""
         task = asyncio.get_running_loop().create_task(self._serve(pipe, after_handshake))
         self._pipes[task] = pipe
         task.add_done_callback(lambda task: self._pipes.pop(task))
-        return task
 
     async def close(self) -> None:
         """Closes every link, gives the handlers a moment to notice, then cancels them."""

@@ -202,6 +202,12 @@ def test_a_malformed_message_says_why_names_its_session_and_spares_its_batch(bad
     assert plain_all([first, last]) == plain_all([request(2), request(3)])
 
 
+def test_a_reason_quotes_only_the_beginning_of_what_came() -> None:
+    (bad,) = decode(encode([replace(request(1), law="x" * 10**6)]))  # type: ignore[arg-type]
+    assert isinstance(bad, Malformed)
+    assert len(bad.reason) <= 500
+
+
 def test_a_message_without_a_session_id_is_malformed_and_nameless() -> None:
     (bad,) = decode(encode([replace(request(1), session_id="")]))
     assert isinstance(bad, Malformed)
