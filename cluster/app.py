@@ -61,7 +61,8 @@ class Drafter(_Deployment):
 @serve.deployment
 class Router(_Deployment):
     async def __init__(self, config: Config, secret: bytes) -> None:  # type: ignore[misc]
-        self._replica = await start_router(config.router, config.drafters, _wiring(config, secret))
+        names = [drafter.name for drafter in config.drafters]
+        self._replica = await start_router(config.router, names, _wiring(config, secret))
 
 
 @serve.deployment

@@ -201,13 +201,12 @@ class RouterReplica:
         await self.service.close()
 
 
-async def start_router(config: RouterConfig, drafters: Sequence[DrafterConfig], wiring: Wiring) -> RouterReplica:
-    """It registers itself, and connects to replicas as they appear on the board."""
+async def start_router(config: RouterConfig, drafter_names: Sequence[str], wiring: Wiring) -> RouterReplica:
+    """It registers itself, and connects to replicas as they appear on the board. The first drafter is the default."""
     from router.service import RouterService
 
     hello = Hello("router", replica_id("router"), capacity=config.max_sessions)
-    names = [drafter.name for drafter in drafters]
-    service = RouterService(config, names, hello, wiring.transport, wiring.board)
+    service = RouterService(config, drafter_names, hello, wiring.transport, wiring.board)
     await service.start()
     return RouterReplica(service)
 

@@ -5,7 +5,7 @@ For `outrider generate`, tests and benchmarks. Everything but the engine and the
 
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -17,6 +17,7 @@ from cluster.assembly import (
     first_answer,
     replica_id,
     start_drafter,
+    start_drafter_of,
     start_router,
     start_verifier,
 )
@@ -25,6 +26,7 @@ from cluster.config import Config
 from cluster.metrics import Metrics
 from cluster.protocol.local import LocalTransport
 from cluster.protocol.messages import FinishReason, Hello, RoundStats, SamplingParams, Speculation, as_tokens
+from drafter_service.interface import Drafter
 from router.client import RouterClient
 
 
@@ -71,8 +73,11 @@ class LocalSystem:
 
 
 @asynccontextmanager
-async def local_system(config: Config) -> AsyncIterator[LocalSystem]:
-    """Starts the replicas of `config` and proves the whole path once; closes them on leaving."""
+async def local_system(config: Config, scripted: Mapping[str, Drafter] | None = None) -> AsyncIterator[LocalSystem]:
+    """Starts the replicas of `config` and proves the whole path once; closes them on leaving.
+
+    `scripted` drafters join as pools of their own under the given names.
+    """
     wiring = Wiring(LocalTransport(), LocalBoard(time.monotonic))
     async with AsyncExitStack() as stack:
         verifiers, drafters = [], []
@@ -83,7 +88,12 @@ async def local_system(config: Config) -> AsyncIterator[LocalSystem]:
             for _ in range(drafter.deployment_config.num_replicas):
                 drafters.append(await start_drafter(drafter, config.target, wiring))
                 stack.push_async_callback(drafters[-1].close)
-        router = await start_router(config.router, config.drafters, wiring)
+        for name, drafter_object in (scripted or {}).items():
+            hello = Hello("drafter", replica_id("drafter"), drafter_kind="scripted", drafter_name=name, max_depth=64)
+            drafters.append(await start_drafter_of(drafter_object, hello, wiring))
+            stack.push_async_callback(drafters[-1].close)
+        names = [drafter.name for drafter in config.drafters] + list(scripted or {})
+        router = await start_router(config.router, names, wiring)
         stack.push_async_callback(router.close)
         client = RouterClient(wiring.transport, wiring.board, Hello("ingress", replica_id("ingress")))
         stack.push_async_callback(client.close)
