@@ -14,15 +14,11 @@ from cluster.launch import application, ray_cluster
 from cluster.model_store import resolve
 
 # Prompt lookup drafts what has been said before, so an answer that repeats parts of its prompt shows what it gains.
-PROMPT = """Here is a shopping list:
-- 2 bottles of sparkling water
-- 1 loaf of whole grain bread
-- 6 free range eggs
-- 500 grams of strawberries
-- 1 jar of peanut butter
-- 3 bars of dark chocolate
-Repeat the shopping list exactly as it is."""
-MAX_TOKENS = 96
+PROMPT = """Copy this text word for word:
+The quick brown fox jumps over the lazy dog near the old stone bridge. Every morning the fisherman of the village \
+walks to the harbor and looks at the boats. In the evening he sits by the fire and tells stories to the children, \
+and when the moon stands over the hills they walk home along the river."""
+MAX_TOKENS = 128
 
 
 @dataclass

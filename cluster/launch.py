@@ -4,6 +4,7 @@ Knows the control plane only. Nothing pends in silence: what cannot be placed wi
 unsatisfied resource or selector.
 """
 
+import logging
 import math
 import os
 import time
@@ -33,6 +34,7 @@ def ray_cluster(config: Config, address: str | None) -> Iterator[None]:
     # Read by Ray at import and inherited by its processes.
     os.environ.setdefault("RAY_SERVE_SLOW_STARTUP_WARNING_S", "20")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's own default; saying so spares its warning
     import ray
 
     if address:
@@ -63,6 +65,7 @@ def application(config: Config, report: Callable[[str], None]) -> Iterator[str]:
     from cluster import ray_board
     from cluster.app import build_application
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(http_options={"host": config.ingress.host, "port": config.ingress.port})
     try:
         serve.run_many(
@@ -76,7 +79,7 @@ def application(config: Config, report: Callable[[str], None]) -> Iterator[str]:
         _wait_until_healthy(url)
         yield url
     finally:
-        serve.shutdown()
+        serve.delete(APPLICATION)  # the cluster may serve other applications
         ray_board.remove(APPLICATION)
 
 

@@ -91,7 +91,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Ingress to router: open a session, or resume it after its router was lost (`tokens` then holds the output so far)."""
+    """Ingress to router: open a session, or resume it after its router was lost (`tokens` holds the output so far)."""
 
     session_id: str
     incarnation: int
