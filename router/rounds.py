@@ -40,15 +40,22 @@ class Rounds:
         if decision.depth > 0 and drafter is not None:
             self._drafters.ask(session, drafter, session.block_id, decision.depth)
             session.clock.asked = session.waits_for_draft
-        elif decision.reason.startswith("bypass"):
-            self._stats.bypassed_rounds += 1
+        self._stats.bypassed_rounds += decision.reason.startswith("bypass")
+        self._stats.unanswered_rounds += decision.reason == "late"
 
-    def begin_without_draft(self, session: RoutedSession, reason: str) -> None:
-        """Start (or restart) a round that goes to the verifier at once, at depth 0."""
+    def begin_with_prefill(self, session: RoutedSession, verifier: Hello) -> None:
+        """Start (or restart) a round that goes to the verifier at once, at depth 0, behind the session's prefill.
+
+        A drafter is told too, so that it reads the text meanwhile; nobody waits for that block.
+        """
         now_s = self._clock()
         session.clock = RoundClock(started_s=now_s, ready_s=now_s)
         session.block_id = session.state.next_block_id()
-        session.block, session.waits_for_draft, session.reason = None, False, reason
+        session.block, session.waits_for_draft, session.reason = None, False, "prefill"
+        if session.drafter is None:
+            decision, drafter = self._decide(session, verifier, True, now_s)
+            if decision.depth > 0 and drafter is not None:
+                self._drafters.ask(session, drafter, session.block_id, 1)
 
     def end(
         self, session: RoutedSession, request: VerifyRequest, result: VerifyResult, plain_ms: float | None
@@ -65,7 +72,7 @@ class Rounds:
             resolved = DraftedRound(committed, drafted, draft_ms, verify_ms, plain_ms)
             session.bypass = after_drafted_round(session.bypass, resolved)
         round_ms = 1000 * (now_s - clock.started_s)
-        return RoundStats(drafted, result.num_accepted, round_ms, draft_ms, verify_ms)
+        return RoundStats(drafted, result.num_accepted, round_ms, draft_ms, verify_ms, result.step_ms)
 
     def _decide(
         self, session: RoutedSession, verifier: Hello, baseline_known: bool, now_s: float
@@ -79,6 +86,7 @@ class Rounds:
             verifier_max_depth=verifier.max_depth,
             drafter=drafter.hello if drafter is not None else None,
             bypass_rounds=session.bypass.skip if self._use_bypass else 0,
+            draft_outstanding=self._drafters.owes(session),
             baseline_known=baseline_known or not self._use_bypass,
         )
         return decide_depth(self._policy, snapshot, now_s), drafter

@@ -110,6 +110,7 @@ class RoundStats:
     round_ms: float  # from the previous commit to this one
     draft_ms: float  # waited for the drafter
     verify_ms: float  # waited for the verifier
+    step_ms: float = 0.0  # the pass itself, as the verifier measured it
 
 
 @dataclass(frozen=True, slots=True)

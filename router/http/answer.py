@@ -76,6 +76,7 @@ class Answer:
         generation_s = self._last_s - self._started_s - self._ttft_s
         return {
             "speculative_decoding": self._tally.report(),
+            "rounds": self._tally.rounds(),
             "time_to_first_token_ms": 1e3 * self._ttft_s,
             "generation_time_ms": 1e3 * generation_s,
             "mean_itl_ms": 1e3 * generation_s / max(1, self._received - 1),

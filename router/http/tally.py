@@ -1,6 +1,7 @@
 """Sums what the rounds of one answer did, for its usage and its metrics. Knows nothing of text."""
 
 from collections import Counter
+from statistics import median
 from typing import Any
 
 from cluster.protocol.messages import RoundStats
@@ -12,10 +13,14 @@ class Tally:
         self.accepted = 0
         self._by_accepted: Counter[int] = Counter()  # rounds with drafts, by accepted draft tokens
         self._max_drafted = 0
+        self._rounds: list[RoundStats] = []
 
     def add(self, stats: RoundStats | None, kept: int) -> None:
         """One round of which `kept` tokens count: a stop string may cut inside the accepted ones."""
-        if stats is None or not stats.drafted:
+        if stats is None:
+            return
+        self._rounds.append(stats)
+        if not stats.drafted:
             return
         accepted = min(stats.accepted, kept)
         self.drafted += stats.drafted
@@ -42,3 +47,11 @@ class Tally:
             "num_draft_tokens": self.drafted,
             "num_spec_tokens": self._max_drafted,
         }
+
+    def rounds(self) -> dict[str, float]:
+        """How many rounds, and the median milliseconds of each part: where the time between two bursts goes."""
+        medians = {
+            f"median_{part}": median(getattr(stats, part) for stats in self._rounds) if self._rounds else 0.0
+            for part in ("round_ms", "draft_ms", "verify_ms", "step_ms")
+        }
+        return {"count": len(self._rounds)} | medians
