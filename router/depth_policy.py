@@ -22,6 +22,7 @@ class DepthSnapshot:
     verifier_max_depth: int
     drafter: Hello | None  # None: no drafter can be asked now
     bypass_rounds: int  # rounds for which drafting does not pay
+    draft_outstanding: bool  # its last draft was asked for and has not come yet
     baseline_known: bool  # what depth 0 costs was measured lately, or nobody needs to know
 
 
@@ -68,6 +69,8 @@ def decide_depth(policy: DepthPolicy, snapshot: DepthSnapshot, now_s: float) -> 
         return wish
     if snapshot.bypass_rounds > 0:
         return DepthDecision(0, f"bypass: drafts do not pay, {snapshot.bypass_rounds} rounds to go")
+    if snapshot.draft_outstanding:
+        return DepthDecision(0, "late")
     if snapshot.drafter is None:
         return DepthDecision(0, "no drafter")
     if not snapshot.baseline_known:

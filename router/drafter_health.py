@@ -46,11 +46,15 @@ class DrafterHealth:
         if not self.trusted:
             self._pause(now_s)
 
-    def answered(self, round_trip_s: float) -> None:
-        """A block came back. In time, even as a probe, it restores trust; late, it still teaches the timeout."""
+    def answered(self, round_trip_s: float, is_typical: bool = True) -> None:
+        """A block came back. In time, even as a probe, it restores trust; late, it still teaches the timeout.
+
+        Not typical is a request that brought a whole text to read: it says nothing of how long a block takes.
+        """
         in_time = round_trip_s <= self.timeout_s or (not self.trusted and round_trip_s < self._longest_s)
-        self._round_trips_s.append(round_trip_s)
-        self._median_s = median(self._round_trips_s)
+        if is_typical:
+            self._round_trips_s.append(round_trip_s)
+            self._median_s = median(self._round_trips_s)
         if in_time:
             self._strikes, self._backoff_s = 0, 0.0
 

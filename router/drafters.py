@@ -40,13 +40,13 @@ REMEMBERED_REQUESTS = 4096
 
 @dataclass(eq=False, slots=True)
 class DrafterReplica:
-    """One connected drafter. `asked` remembers when requests went out, so that late answers are measured too."""
+    """One connected drafter. `asked` remembers when requests went out, and whether they brought only what is new."""
 
     peer: Peer
     health: DrafterHealth
     accepting: bool = True  # on the board
     sessions: set[str] = field(default_factory=set)
-    asked: OrderedDict[tuple[str, int], float] = field(default_factory=OrderedDict)
+    asked: OrderedDict[tuple[str, int], tuple[float, bool]] = field(default_factory=OrderedDict)
 
     @property
     def hello(self) -> Hello:
@@ -119,14 +119,21 @@ class Drafters:
             chosen = self._replicas.get(choose_drafter(session.session_id, loads) or "")
         return chosen if chosen is not None and chosen.health.may_ask(now_s) else None
 
+    def owes(self, session: RoutedSession) -> bool:
+        """Whether an earlier request of the session may still be answered; until then it is not asked again."""
+        return session.draft is not None and self._clock() - session.draft.asked_s < self._longest_wait_s
+
     def ask(self, session: RoutedSession, drafter: DrafterReplica, block_id: int, depth: int) -> None:
-        """Send the DraftRequest of this round. The round waits for it, unless the drafter is only being probed."""
+        """Send the DraftRequest of this round.
+
+        The round waits for the block, unless the drafter is only being probed or has the whole text to read first.
+        """
         now_s = self._clock()
         if session.drafter is not drafter:
             self.release(session)
             session.drafter = drafter
             drafter.sessions.add(session.session_id)
-        awaited = drafter.health.trusted
+        awaited = drafter.health.trusted and session.drafter_len > 0
         drafter.health.asked(now_s)
         deadline_s = now_s + drafter.health.timeout_s
         session.draft = AskedDraft(block_id, len(session.state), depth, now_s, deadline_s)
@@ -150,7 +157,7 @@ class Drafters:
 
     def _send(self, session: RoutedSession, drafter: DrafterReplica, draft: AskedDraft) -> None:
         state = session.state
-        drafter.asked[(state.session_id, draft.block_id)] = self._clock()
+        drafter.asked[(state.session_id, draft.block_id)] = (self._clock(), session.drafter_len > 0)
         if len(drafter.asked) > REMEMBERED_REQUESTS:
             drafter.asked.popitem(last=False)
         self._stats.draft_requests += 1
@@ -186,9 +193,10 @@ class Drafters:
 
     def _block(self, replica: DrafterReplica, block: DraftBlock) -> None:
         now_s = self._clock()
-        asked_s = replica.asked.pop((block.session_id, block.block_id), None)
-        if asked_s is not None:
-            replica.health.answered(now_s - asked_s)
+        asked = replica.asked.pop((block.session_id, block.block_id), None)
+        if asked is not None:
+            asked_s, is_typical = asked
+            replica.health.answered(now_s - asked_s, is_typical)
         session = self._asking(replica, block.session_id, block.block_id)
         if session is None or session.draft is None or block.base_len != session.draft.base_len:
             self._stats.ignored_blocks += 1

@@ -99,7 +99,7 @@ class Placement:
             self._place(session)
             return
         pause_s = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(16, session.attempts - 2))
-        self._call_later(pause_s, lambda: self._place(session))
+        session.retry = self._call_later(pause_s, lambda: self._place(session))
 
     def settled(self, session: RoutedSession) -> None:
         """A round was committed: the placement works."""
@@ -107,7 +107,7 @@ class Placement:
 
     def leave(self, session: RoutedSession) -> None:
         """Free the session at its verifier, if it has one; it is placed nowhere afterwards."""
-        self._waiting.pop(session.session_id, None)
+        self._stop_waiting(session)
         if session.verifier is not None:
             session.verifier.dispatcher.remove(session)
             session.verifier.peer.send(Close(session.session_id, session.state.epoch, len(session.state)))
@@ -119,7 +119,7 @@ class Placement:
         now_s = self._clock()
         for session in list(self._waiting.values()):
             if session.deadline_s is not None and now_s >= session.deadline_s:
-                del self._waiting[session.session_id]
+                self._stop_waiting(session)
                 waited = f"no verifier took it within {self._reopen_timeout_s:g} s"
                 self._on_lost(session, f"{waited}: {session.lost_because}")
 
@@ -128,8 +128,14 @@ class Placement:
             return
         verifier = self._choose(session)
         if verifier is not None:
-            del self._waiting[session.session_id]
+            self._stop_waiting(session)
             self._open(session, verifier)
+
+    def _stop_waiting(self, session: RoutedSession) -> None:
+        self._waiting.pop(session.session_id, None)
+        if session.retry is not None:
+            session.retry.cancel()
+            session.retry = None
 
     def _choose(self, session: RoutedSession) -> Verifier | None:
         loads = [
@@ -146,7 +152,7 @@ class Placement:
         session.numerics = session.numerics or verifier.hello.numerics
         verifier.given_tokens += min(session.need_tokens, session.state.limit_len)
         if session.state.outstanding is None:
-            self._rounds.begin_without_draft(session, "prefill")
+            self._rounds.begin_with_prefill(session, verifier.hello)
         verifier.dispatcher.open(session)
 
 

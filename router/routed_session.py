@@ -13,6 +13,7 @@ from router.peer import Peer
 from router.session import SessionState
 
 if TYPE_CHECKING:
+    from router.dispatch import Timer
     from router.drafters import DrafterReplica
     from router.verifiers import Verifier
 
@@ -73,6 +74,7 @@ class RoutedSession:
     left_verifier: str = ""  # the one it was at before
     lost_because: str = ""
     attempts: int = 0  # placements since the last committed round
+    retry: "Timer | None" = None  # when it is tried again to place it
     deadline_s: float | None = None  # by when a placement must have committed something
 
     @property
@@ -80,6 +82,6 @@ class RoutedSession:
         return self.state.session_id
 
     @property
-    def is_first_placement(self) -> bool:
+    def is_new(self) -> bool:
         """Nobody has had a token of it yet, so it may be refused without loss."""
-        return self.state.epoch == (0, 0)
+        return self.state.epoch.incarnation == 0 and len(self.state) == self.state.prompt_len

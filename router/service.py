@@ -231,7 +231,7 @@ class RouterService:
         ended = session.state.ended()
         if ended is not None:
             self._finish(session, session.state.burst(as_tokens(), ended))
-        elif session.is_first_placement:
+        elif session.is_new:
             if not self._placement.place_first(session):
                 self._refuse(session, "unavailable", "no verifier is connected to this router", 1.0)
         else:
@@ -342,7 +342,7 @@ class RouterService:
         session = self._at(verifier, refused.session_id)
         if session is None or refused.epoch != session.state.epoch:
             self.counters.ignored_results += 1
-        elif session.is_first_placement:
+        elif session.is_new and (session.state.epoch.placement == 0 or refused.code == "invalid"):
             self._refuse(session, refused.code, refused.message, refused.retry_after_s)
         else:
             self._placement.reopen(session, refused.message)

@@ -24,7 +24,8 @@ class RouterStats:
     drafted_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0
     draft_requests: int = 0
-    late_blocks: int = 0  # the round went on without its block
+    late_blocks: int = 0  # the round waited, then went on without its block
+    unanswered_rounds: int = 0  # nothing was asked, because an earlier block had still to come
     stale_drafts: int = 0  # a drafter asked for more tokens
     refused_drafts: int = 0
     truncated_drafts: int = 0  # ids outside the vocabulary, or more than was asked for

@@ -26,6 +26,7 @@ SNAPSHOT = DepthSnapshot(
     verifier_max_depth=16,
     drafter=DRAFTER,
     bypass_rounds=0,
+    draft_outstanding=False,
     baseline_known=True,
 )
 
@@ -47,6 +48,7 @@ SNAPSHOT = DepthSnapshot(
         ({"remaining": 3}, 2, "limit"),
         ({"remaining": 1}, 0, "limit"),
         ({"bypass_rounds": 5}, 0, "bypass: drafts do not pay, 5 rounds to go"),
+        ({"draft_outstanding": True}, 0, "late"),
         ({"baseline_known": False}, 0, "baseline"),
     ],
 )

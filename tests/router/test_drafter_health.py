@@ -76,6 +76,13 @@ def test_an_answered_probe_restores_trust() -> None:
     assert health.trusted
 
 
+def test_reading_a_whole_text_is_not_how_long_a_block_takes() -> None:
+    health = measured(0.1)
+    for _ in range(20):
+        health.answered(1.5, is_typical=False)
+    assert health.timeout_s == 0.5
+
+
 def test_a_drafter_that_became_slower_is_waited_for_longer() -> None:
     health = measured()
     for _ in range(20):

@@ -1,4 +1,5 @@
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -18,6 +19,7 @@ from cluster.protocol.messages import (
 from cluster.simulator.data_plane import LAW, SCRIPTS, DataPlane, Gate, until
 from cluster.simulator.scripted_drafters import HangingDrafter, ScriptedDrafter, SlowDrafter
 from drafter_service.interface import DraftAnswer
+from router.service import RouterService
 
 COUPLED = SamplingParams(max_tokens=30, temperature=1.0, top_k=20, key=77)
 PROMPT = [5, 9, 2, 33, 7]
@@ -64,28 +66,50 @@ async def hanging(plane: DataPlane) -> AsyncIterator[HangingDrafter]:
     hanging.release()
 
 
-async def test_a_hanging_drafter_is_waited_for_once_and_drafts_again_after_its_recovery(
+async def test_a_drafter_that_hangs_from_the_start_is_never_waited_for_and_drafts_once_it_recovers(
     plane: DataPlane, hanging: HangingDrafter
 ) -> None:
     await plane.verifier()
     await plane.drafter(hanging)
     router = await plane.router(depth=4, max_draft_timeout_ms=30.0)
     client = plane.client()
-    long = SamplingParams(max_tokens=600)
-    expected = LAW.text(PROMPT, long)
-    text = await plane.generate(client, PROMPT, long)
-    assert text.tokens == expected
-    assert router.counters.late_blocks == 1
-    assert router.counters.drafted_tokens == 0
+    text = await plane.generate(client, PROMPT, COUPLED)
+    assert text.tokens == LAW.text(PROMPT, COUPLED)
+    assert router.counters.late_blocks == router.counters.drafted_tokens == 0
     hanging.release()
+    await drafted_again(plane, router)
 
-    async def drafts_again() -> bool:
-        await plane.generate(client, PROMPT, COUPLED)
-        return router.counters.drafted_tokens > 0
 
+async def test_a_drafter_that_hangs_in_mid_stream_is_left_alone_and_drafts_once_it_recovers(plane: DataPlane) -> None:
+    batches, recovered = 0, threading.Event()
+
+    def hang_from_the_fourth_batch() -> None:
+        nonlocal batches
+        batches += 1
+        if batches >= 4:
+            recovered.wait(30)
+
+    await plane.verifier()
+    await plane.drafter(SlowDrafter(ScriptedDrafter(SCRIPTS["oracle"]), hang_from_the_fourth_batch))
+    router = await plane.router(depth=1)
+    client = plane.client()
+    long = SamplingParams(max_tokens=300)
+    try:
+        text = await plane.generate(client, PROMPT, long)
+        assert text.tokens == LAW.text(PROMPT, long)
+        assert 0 < router.counters.drafted_tokens < 5
+        assert 1 <= router.counters.late_blocks <= 3, "some hundred rounds went by without waiting"
+    finally:
+        recovered.set()
+    await drafted_again(plane, router)
+
+
+async def drafted_again(plane: DataPlane, router: RouterService) -> None:
+    """Until a session was drafted for once more."""
+    before = router.counters.drafted_tokens
     async with asyncio.timeout(10):
-        while not await drafts_again():
-            pass
+        while router.counters.drafted_tokens == before:
+            await plane.generate(plane.client(), PROMPT, COUPLED)
 
 
 async def test_a_dead_drafter_leaves_the_text_alone_and_another_takes_over(plane: DataPlane) -> None:
@@ -342,7 +366,10 @@ async def test_a_block_never_goes_beyond_max_tokens(plane: DataPlane) -> None:
     drafter = await plane.drafter("oracle")
     await plane.router(depth=8)
     await plane.generate(plane.client(), PROMPT, SamplingParams(max_tokens=6))
-    assert [request.depth for request in drafter.requests] == [4]
+    read_prompt, *blocks = drafter.requests
+    assert read_prompt.depth == 1
+    assert blocks
+    assert all(request.base_len + request.depth == len(PROMPT) + 5 for request in blocks)
 
 
 async def test_a_drafter_with_another_vocabulary_is_never_asked(plane: DataPlane) -> None:
