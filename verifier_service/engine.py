@@ -7,12 +7,10 @@ holds exactly the committed rows after each step, so any block can be judged nex
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from cluster.protocol.messages import (
     Close,
@@ -25,10 +23,11 @@ from cluster.protocol.messages import (
     VerifyRequest,
     VerifyResult,
 )
-from outrider_kernels.accept import SamplingRows, accept_blocks
 from outrider_kernels.page_table import PageTable
 from outrider_kernels.ragged_batch import Piece, pack
 from verifier_service.admission import RETRY_AFTER_S, Admission
+from verifier_service.counters import EngineCounters
+from verifier_service.judge import Outcome, judge
 from verifier_service.runner import Runner
 from verifier_service.session import Session
 from verifier_service.step_times import StepTimes
@@ -36,25 +35,7 @@ from verifier_service.step_times import StepTimes
 logger = logging.getLogger(__name__)
 
 _NO_SESSION = Epoch(0, 0)
-_PROBE = "probe"  # not a session: its page is never lent to one
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    """What happened since the start; monotonic."""
-
-    steps: int = 0
-    rows: int = 0
-    prefill_rows: int = 0
-    verified_blocks: int = 0
-    drafted_tokens: int = 0  # draft tokens that were judged
-    accepted_tokens: int = 0
-    bad_draft_ids: int = 0  # cut from blocks: no token of the target
-    unusable_blocks: int = 0  # of a law that the session's rule cannot judge: treated as empty
-    stale: int = 0
-    repeated: int = 0
-    refused: int = 0
-    failed_sessions: int = 0
+_PROBE = object()  # no session has this name: the probe's page is never lent to one
 
 
 class Engine:
@@ -182,7 +163,7 @@ class Engine:
             return []
         start_s = self._clock()
         logits = self.runner.run(pack(self._table, pieces))
-        outcomes = _judge(logits, judged)
+        outcomes = judge(logits, judged)
         stop_s = self._clock()
         rows = sum(len(piece.token_ids) for piece in pieces)
         self._times.record(rows, start_s, stop_s)
@@ -236,7 +217,7 @@ class Engine:
                 pieces.append(Piece(session.id, session.tokens(start, start + chunk), 0))
         return pieces, judged
 
-    def _settle(self, session: Session, outcome: "_Outcome", step_ms: float, rows: int) -> VerifyResult | None:
+    def _settle(self, session: Session, outcome: Outcome, step_ms: float, rows: int) -> VerifyResult | None:
         """Commit what was chosen; the cache keeps the committed rows only. None when the block is judged again."""
         depth = len(session.draft)
         if not outcome.finite and depth:
@@ -263,37 +244,7 @@ class Engine:
         return result
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    num_accepted: int
-    next_token: int
-    finite: bool  # False: the logits of some row of the session are not, and nothing can be chosen
-
-
 def _piece(session: Session, start: int) -> Piece:
     """Rows from `start` to the anchor, then the draft: one choice after the anchor and after each draft token."""
     ids = np.concatenate([session.tokens(start, session.length), session.draft])
     return Piece(session.id, ids, len(session.draft) + 1)
-
-
-def _judge(logits: Tensor, sessions: Sequence[Session]) -> list[_Outcome]:
-    """logits [sum of depth + 1, vocab] float32, session after session."""
-    if not sessions:
-        return []
-    counts = np.array([len(session.draft) + 1 for session in sessions])
-    row_starts = np.concatenate([[0], np.cumsum(counts)])
-    draft_ids = np.concatenate([np.append(session.draft, -1) for session in sessions])
-    bad_rows = ~torch.isfinite(logits.amax(dim=-1))  # a NaN is the maximum of its row
-    if bool(bad_rows.any()):
-        logits = logits.masked_fill(bad_rows[:, None], 0.0)
-    num_accepted, next_token = accept_blocks(
-        logits,
-        torch.from_numpy(row_starts).to(logits.device),
-        torch.from_numpy(draft_ids).to(logits.device),
-        SamplingRows.of([s.sampling for s in sessions], [s.length for s in sessions], logits.device),
-    )
-    finite = ~np.logical_or.reduceat(bad_rows.cpu().numpy(), row_starts[:-1])
-    return [
-        _Outcome(int(accepted), int(token), bool(sound))
-        for accepted, token, sound in zip(num_accepted.tolist(), next_token.tolist(), finite, strict=True)
-    ]

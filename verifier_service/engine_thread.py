@@ -79,11 +79,12 @@ class EngineThread:
         self._reported_s = float("-inf")
         self._changed = True
         self._answered = False  # the last pass answered sessions that go on
+        self._broken = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._broken
 
     def start(self) -> None:
         self._thread.start()
@@ -102,6 +103,7 @@ class EngineThread:
             while self._turn():
                 pass
         except Exception:
+            self._broken = True
             logger.exception("the engine failed; the replica is lost")
             self._failed()
 

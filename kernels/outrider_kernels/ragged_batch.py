@@ -4,7 +4,7 @@ Knows the page table; knows nothing of tensors, models or drafts. Rows of a sess
 the batch are the last ones of each session's context.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +34,7 @@ class RaggedBatch:
 class Piece:
     """Consecutive rows of one session. Logits are wanted for the last `logits` of them."""
 
-    session: str
+    session: Hashable
     token_ids: NDArray[np.integer]  # [n >= 1]
     logits: int
 

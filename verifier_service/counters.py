@@ -1,0 +1,21 @@
+"""What an engine has done since its start. Plain numbers; nothing here decides anything."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """What happened since the start; monotonic."""
+
+    steps: int = 0
+    rows: int = 0
+    prefill_rows: int = 0
+    verified_blocks: int = 0
+    drafted_tokens: int = 0  # draft tokens that were judged
+    accepted_tokens: int = 0
+    bad_draft_ids: int = 0  # cut from blocks: no token of the target
+    unusable_blocks: int = 0  # of a law that the session's rule cannot judge: treated as empty
+    stale: int = 0
+    repeated: int = 0
+    refused: int = 0
+    failed_sessions: int = 0
