@@ -4,6 +4,7 @@ A fold over resolved rounds (control.md 2.5 (9)): after each one, did drafting c
 millisecond as depth 0 would have? If not, the session goes without for a while, then probes again.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -41,9 +42,9 @@ class Bypass:
     recent: tuple[DraftedRound, ...] = ()
 
 
-def pays(rounds: Sequence[DraftedRound]) -> bool:
-    """Whether these rounds were at least as fast, per committed token, as depth 0."""
-    return sum(r.gain_ms for r in rounds) >= -TOLERANCE * sum(r.committed * r.plain_ms for r in rounds)
+def loss(rounds: Sequence[DraftedRound]) -> float:
+    """How much longer, per committed token, these rounds took than depth 0, as a share; negative = drafting paid."""
+    return -sum(r.gain_ms for r in rounds) / max(1e-6, sum(r.committed * r.plain_ms for r in rounds))
 
 
 def after_plain_round(state: Bypass) -> Bypass:
@@ -52,11 +53,19 @@ def after_plain_round(state: Bypass) -> Bypass:
 
 
 def after_drafted_round(state: Bypass, resolved: DraftedRound) -> Bypass:
-    """A drafted round was resolved: judge, and start a bypass if drafting does not pay."""
+    """A drafted round was resolved: judge, and start a bypass if drafting does not pay.
+
+    It lasts until the loss is spread thin enough to be tolerated, but not beyond the span; so a lookup that now and
+    then finds nothing is soon asked again, while the span of drafts that cost much doubles.
+    """
     recent = (*state.recent, resolved)[-WINDOW:]
     ruinous = sum(r.gain_ms for r in recent) < -PROBE * resolved.plain_ms
     if len(recent) < PROBE and not ruinous:
         return replace(state, recent=recent)
-    if pays(recent):
+    lost = loss(recent)
+    if lost <= TOLERANCE:
         return replace(state, recent=recent, span=FIRST_SPAN)
+    enough = math.ceil(len(recent) * lost / TOLERANCE)
+    if enough <= state.span:
+        return Bypass(skip=enough, span=state.span)
     return Bypass(skip=state.span, span=min(2 * state.span, LONGEST_SPAN))

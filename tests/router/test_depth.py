@@ -65,7 +65,7 @@ def test_off_is_off_for_its_own_reason() -> None:
 # --- bypass ---------------------------------------------------------------------------------------------------------
 
 GOOD = DraftedRound(committed=4, verified=4, draft_ms=5, verify_ms=60, plain_ms=40)  # 160 ms of text in 65 ms
-BAD = DraftedRound(committed=1, verified=4, draft_ms=5, verify_ms=60, plain_ms=40)
+BAD = DraftedRound(committed=1, verified=4, draft_ms=5, verify_ms=100, plain_ms=40)
 EMPTY = DraftedRound(committed=1, verified=0, draft_ms=0.2, verify_ms=48, plain_ms=40)  # slower by chance
 LATE = DraftedRound(committed=1, verified=0, draft_ms=20, verify_ms=40, plain_ms=40)
 
@@ -92,6 +92,15 @@ def test_late_drafts_are_bypassed() -> None:
 def test_empty_blocks_cost_only_their_wait() -> None:
     assert after(Bypass(), *[EMPTY] * 100).skip == 0
     assert after(Bypass(), *[EMPTY, EMPTY, EMPTY, GOOD] * 30).skip == 0
+
+
+def test_a_lookup_that_finds_nothing_is_left_alone_just_long_enough_to_cost_no_more_than_one_per_cent() -> None:
+    slow_empty = DraftedRound(committed=1, verified=0, draft_ms=0.8, verify_ms=40, plain_ms=40)  # 2 %
+    state = Bypass()
+    for _ in range(5):
+        state = after(state, *[slow_empty] * PROBE)
+        assert state.skip == 8
+        state = replace(state, skip=0)
 
 
 def test_one_ruinous_round_is_enough() -> None:
