@@ -65,7 +65,7 @@ def test_off_is_off_for_its_own_reason() -> None:
 # --- bypass ---------------------------------------------------------------------------------------------------------
 
 GOOD = DraftedRound(committed=4, verified=4, draft_ms=5, verify_ms=60, plain_ms=40)  # 160 ms of text in 65 ms
-BAD = DraftedRound(committed=1, verified=4, draft_ms=5, verify_ms=100, plain_ms=40)
+BAD = DraftedRound(committed=1, verified=4, draft_ms=5, verify_ms=80, plain_ms=40)
 EMPTY = DraftedRound(committed=1, verified=0, draft_ms=0.2, verify_ms=48, plain_ms=40)  # slower by chance
 LATE = DraftedRound(committed=1, verified=0, draft_ms=20, verify_ms=40, plain_ms=40)
 
