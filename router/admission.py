@@ -1,12 +1,9 @@
 """Whether a Generate makes sense, before anything is done for it. Pure; knows nothing of load."""
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
 
 from cluster.protocol.errors import InvalidRequest
 from cluster.protocol.messages import Generate
-
-RefusalCode: TypeAlias = Literal["overloaded", "invalid", "unavailable"]
 
 
 def check_request(request: Generate, drafter_names: Sequence[str], max_lens: Sequence[int]) -> None:
