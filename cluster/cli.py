@@ -84,6 +84,43 @@ def generate(
 
 
 @app.command()
+def check(
+    url: Annotated[str, typer.Argument(help="The server to check: its root or its /v1.")],
+    against: Annotated[
+        str, typer.Option(help="The same weights without speculation, on another server; default: URL itself is asked.")
+    ] = "",
+    model: Annotated[str, typer.Option(help="Model name; default: the first that the server lists.")] = "",
+    draws: Annotated[int, typer.Option(min=50, help="Texts drawn on each side of the sampling law.")] = 300,
+    budget_s: Annotated[float, typer.Option(min=1.0, help="Seconds for everything; what is left out is told.")] = 300.0,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Log-probabilities closer than this are equal: 0.001 float32, 0.1 bfloat16.")
+    ] = 1e-3,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+    api_key: Annotated[
+        str, typer.Option(envvar="OUTRIDER_CHECK_API_KEY", show_envvar=True, help="Bearer token for both servers.")
+    ] = "",
+) -> None:
+    """Prove or refute that speculation leaves a server's text alone.
+
+    Sends the same requests with speculation and without, and compares:
+    greedy text, seeded text, the law of sampled text, parameters inside
+    blocks (stop, max_tokens, min_tokens, logit_bias, penalties, ...),
+    log-probabilities and usage. Any OpenAI-compatible server will do; what
+    it does not support is skipped with the reason, and never passed.
+
+    The request field "speculation": {"enabled": false} turns speculation
+    off; for servers without that field name a second one with --against.
+
+    Exit code: 0 no violation, 1 a violation, 2 it could not be told.
+    """
+    from cluster.check.command import check_endpoint
+    from cluster.check.run import Options
+
+    options = Options(url, against, model, draws, budget_s, tolerance)
+    raise typer.Exit(check_endpoint(options, api_key, json_file))
+
+
+@app.command()
 def demo() -> None:
     """Start drafter and verifier processes, stream one answer with and without speculation, stop."""
     from cluster.demo import run_demo
