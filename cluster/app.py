@@ -20,6 +20,7 @@ from cluster.assembly import (
     start_verifier,
 )
 from cluster.config import Config, DeploymentConfig, DrafterConfig, PlacementConfig, parse_config
+from cluster.placement import OPENMP
 from cluster.protocol.grpc_carrier import GrpcTransport
 from cluster.ray_board import RayBoard
 
@@ -103,8 +104,8 @@ def build_application(config: Config) -> Application:
 
 def _place(deployment: Any, options: DeploymentConfig, placement: PlacementConfig, threads: int) -> Any:
     actor: dict[str, Any] = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
-    # Ray would derive the thread count from the reservation; spinning OpenMP threads starve their neighbours.
-    env = {"GOMP_SPINCOUNT": "0"} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    # Ray would derive the thread count from the reservation.
+    env = OPENMP | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     actor["runtime_env"] = {"env_vars": env}
     if placement.label_selector:
         actor["label_selector"] = placement.label_selector

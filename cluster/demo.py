@@ -39,7 +39,7 @@ class Answer:
 
 def run_demo(report: Callable[[str], None]) -> bool:
     """Whether both texts are the same. Raises Unavailable when the application does not start."""
-    config = parse_config({"ingress": {"port": _free_port()}})
+    config = parse_config({"ingress": {"port": free_port()}})
     resolve(config.target.model_loading_config.model_source)
     with ray_cluster(config, None), application(config, report) as url:
         report(f"ready: {url}\n")
@@ -96,7 +96,7 @@ def _print_figures(with_drafts: Answer, without: Answer) -> None:
     print(f"same text             {'yes' if with_drafts.text == without.text else 'NO'}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

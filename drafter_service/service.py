@@ -181,8 +181,10 @@ class DrafterService:
 
     async def _run(self) -> None:
         while True:
+            # Not wait_for: on Python 3.11 it swallows a cancellation that comes together with the wake-up.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), _SWEEP_EVERY_S)
+                async with asyncio.timeout(_SWEEP_EVERY_S):
+                    await self._wake.wait()
             self._wake.clear()
             self._end_silent_sessions()
             await self._round()
