@@ -72,9 +72,9 @@ def violation(detail: str, **data: Any) -> Verdict:
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
-    """The gravest of several, the first of equals."""
+    """The gravest of several; of equals the first that says something."""
     order = ("violation", "near-tie", "passed")
-    return min(verdicts, key=lambda verdict: order.index(verdict.outcome))
+    return min(verdicts, key=lambda verdict: (order.index(verdict.outcome), not verdict.detail))
 
 
 def drafts_seen(answers: Sequence[Answer], what: Literal["accepted", "drafted"]) -> str:

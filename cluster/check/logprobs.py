@@ -39,7 +39,7 @@ class Logprobs:
         fast, plain = await twins.both(ask)
         if not plain.logprobs:
             raise NotCheckable("the server gives no log-probabilities")
-        verdict = worst([_complete(fast), _equal(fast.logprobs or (), plain.logprobs, self._tolerance)])
+        verdict = worst([_equal(fast.logprobs or (), plain.logprobs, self._tolerance), _complete(fast)])
         if verdict.outcome == "violation" or ask.prompt != COPY:
             return verdict
         return passed(f"{verdict.detail}; {drafts_seen([fast], 'drafted')}")
