@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.protocol.messages import DraftBlock, DraftRequest, Epoch, SamplingParams, Stale, as_tokens
+from cluster.protocol.messages import DraftBlock, DraftRequest, Epoch, Stale, as_tokens
 from drafter_service.history import reconcile, unknown
 from drafter_service.interface import DraftAnswer
 from outrider_kernels.accept import SamplingRows, choose_tokens
 from outrider_kernels.page_table import PageTable
 from outrider_kernels.ragged_batch import Piece, RaggedBatch, pack
+from outrider_kernels.sparse_draft import SUPPORT_SIZE, SparseRows, draft_sparse, to_message
+from outrider_kernels.target_distribution import GREEDY_TEMPERATURE, target_distribution
 
 
 class LanguageModel(Protocol):
@@ -52,17 +54,27 @@ class _Draft:
     depth: int
     tokens: list[int] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
+    drawn_from: list[SparseRows] = field(default_factory=list)  # one row per token; none for point drafts
 
 
 class DraftModel:
     """`vocab_size` is the target's: a model with padding rows in its head must not propose ids beyond it.
-    `prefill_rows` is how much of long prompts one batch of requests runs."""
+    `prefill_rows` is how much of long prompts one batch of requests runs. `support_size` is how many ids the
+    distribution of a drawn token keeps."""
 
-    def __init__(self, model: LanguageModel, vocab_size: int, max_depth: int = 8, prefill_rows: int = 512) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        vocab_size: int,
+        max_depth: int = 8,
+        prefill_rows: int = 512,
+        support_size: int = SUPPORT_SIZE,
+    ) -> None:
         self._model = model
         self._vocab_size = vocab_size
         self._max_depth = max_depth
         self._prefill_rows = prefill_rows
+        self._support_size = support_size
         self._pages = PageTable(model.num_pages, model.page_size)
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # least recently used first
 
@@ -141,7 +153,7 @@ class DraftModel:
         pieces = self._new_rows(drafts)
         drafts = [draft for draft in drafts if draft.depth > 0]
         sampling = SamplingRows.of(
-            [_draft_sampling(draft.request.sampling) for draft in drafts],
+            [draft.request.sampling for draft in drafts],
             [draft.request.base_len for draft in drafts],
         )
         active = torch.arange(len(drafts))
@@ -149,7 +161,7 @@ class DraftModel:
             logits = self._model.run(pack(self._pages, pieces))[:, : self._vocab_size]
             rows = sampling.take(active)
             step = len(drafts[0].tokens) if drafts else 0
-            chosen = choose_tokens(logits, rows, rows.base_len + step).tolist()
+            chosen = self._choose(logits, rows, drafts, step)
             for draft, token, confidence in zip(drafts, chosen, _confidence(logits), strict=True):
                 draft.tokens.append(token)
                 draft.confidence.append(confidence)
@@ -157,6 +169,25 @@ class DraftModel:
             active = active[going_on]
             drafts = [drafts[place] for place in going_on]
             pieces = [self._proposed_row(draft) for draft in drafts]
+
+    def _choose(self, logits: Tensor, rows: SamplingRows, drafts: list[_Draft], step: int) -> list[int]:
+        """One token per draft. Greedy and coupled sessions choose as the target would; sampling under the ratio rule
+        draws with randomness that the target never sees, from a distribution that is kept to be shipped."""
+        drawn = (rows.ratio & (rows.temperature >= GREEDY_TEMPERATURE)).nonzero().flatten()
+        if drawn.numel() == 0:
+            return choose_tokens(logits, rows, rows.base_len + step).tolist()
+        chosen = logits.argmax(dim=-1)
+        others = _without(len(drafts), drawn)
+        chosen[others] = choose_tokens(logits[others], rows.take(others), rows.base_len[others] + step)
+        part = rows.take(drawn)
+        log_draft = target_distribution(logits[drawn], part.temperature, part.top_k, part.top_p)
+        index = torch.full_like(part.base_len, step)
+        chosen[drawn], support = draft_sparse(
+            log_draft, part.base_len, index, part.key, part.choice, self._support_size
+        )
+        for row, place in enumerate(drawn.tolist()):
+            drafts[place].drawn_from.append(SparseRows(support.ids[row], support.counts[row]))
+        return chosen.tolist()
 
     def _new_rows(self, drafts: list[_Draft]) -> list[Piece]:
         """What the cache lacks of each session. A long prompt is spread over several requests, which until it is done
@@ -179,12 +210,11 @@ class DraftModel:
         return Piece(draft.request.session_id, np.array([token], np.int64), logits=1)
 
 
-def _draft_sampling(sampling: SamplingParams) -> SamplingParams:
-    """Under the coupled rule the drafter races with the target's noise; under the ratio rule a point mass must not
-    depend on any noise, so it drafts greedily."""
-    if sampling.rule == "coupled":
-        return sampling
-    return SamplingParams(max_tokens=sampling.max_tokens)
+def _without(count: int, places: Tensor) -> Tensor:
+    """The places 0..count-1 that are not in `places`."""
+    rest = torch.ones(count, dtype=torch.bool, device=places.device)
+    rest[places] = False
+    return rest.nonzero().flatten()
 
 
 def _confidence(logits: Tensor) -> list[float]:
@@ -202,4 +232,6 @@ def _block(draft: _Draft) -> DraftBlock:
         base_len=draft.request.base_len,
         token_ids=as_tokens(draft.tokens),
         confidence=np.array(draft.confidence, np.float32),
+        law="sparse" if draft.drawn_from else "point",
+        support=to_message(draft.drawn_from) if draft.drawn_from else None,
     )

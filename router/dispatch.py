@@ -130,7 +130,8 @@ class Dispatcher:
         """Send the outstanding request, or make the ready block it."""
         state = session.state
         if state.outstanding is None and session.block is not None:
-            state.propose(session.block_id, session.block.token_ids, session.block.law)
+            block = session.block
+            state.propose(session.block_id, block.token_ids, block.law, block.support)
         elif state.outstanding is None:
             state.propose(session.block_id)
         session.block = None

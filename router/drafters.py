@@ -24,6 +24,7 @@ from cluster.protocol.messages import (
     Tokens,
     as_tokens,
 )
+from cluster.protocol.sparse_law import contradiction
 from router.drafter_health import DrafterHealth
 from router.peer import Peer
 from router.replica_choice import choose_drafter
@@ -207,7 +208,7 @@ class Drafters:
         if not session.waits_for_draft:
             self._stats.ignored_blocks += 1
             return
-        session.block = Block(self._clean(session, block.token_ids, depth), block.law)
+        session.block = self._usable(session, block, depth)
         session.waits_for_draft = False
         self._on_block(session)
 
@@ -246,9 +247,22 @@ class Drafters:
             return None
         return session if session.draft.block_id == block_id else None
 
-    def _clean(self, session: RoutedSession, token_ids: Tokens, depth: int) -> Tokens:
-        """The block up to what was asked and to its first id outside the vocabulary."""
+    def _usable(self, session: RoutedSession, block: DraftBlock, depth: int) -> Block:
+        """The block as far as it can be judged: empty when its law contradicts itself under the rule that needs it."""
         vocab_size = session.verifier.hello.vocab_size if session.verifier is not None else 0
+        if session.state.sampling.rule != "ratio":
+            return Block(self._clean(block.token_ids, depth, vocab_size))  # the race asks for no law
+        why = contradiction(block.token_ids, block.law, block.support, vocab_size)
+        if why:
+            log.warning("session %s: unusable draft: %s", session.session_id, why)
+            self._stats.contradictory_drafts += 1
+            return Block(as_tokens())
+        tokens = self._clean(block.token_ids, depth, vocab_size)
+        support = block.support.first(len(tokens)) if block.support is not None else None
+        return Block(tokens, block.law, support)
+
+    def _clean(self, token_ids: Tokens, depth: int, vocab_size: int) -> Tokens:
+        """The block up to what was asked and to its first id outside the vocabulary."""
         bad = (token_ids < 0) | (token_ids >= vocab_size if vocab_size else False)
         usable = min(int(bad.argmax()) if bad.any() else len(token_ids), depth)
         self._stats.truncated_drafts += usable < len(token_ids)

@@ -7,7 +7,7 @@ is in one phase at a time: waiting for its block, ready with a block, or out at 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cluster.protocol.messages import Law, Speculation, Tokens
+from cluster.protocol.messages import DraftSupport, Law, Speculation, Tokens
 from router.bypass import Bypass
 from router.peer import Peer
 from router.session import SessionState
@@ -36,6 +36,7 @@ class Block:
 
     token_ids: Tokens
     law: Law = "point"
+    support: DraftSupport | None = None
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import numpy as np
 from cluster.protocol.errors import ProtocolError
 from cluster.protocol.messages import (
     Committed,
+    DraftSupport,
     Epoch,
     FinishReason,
     Law,
@@ -78,12 +79,18 @@ class SessionState:
     def open_message(self) -> OpenSession:
         return OpenSession(self.session_id, self.epoch, self.tokens_from(0), self.prompt_len, self.sampling)
 
-    def propose(self, block_id: int, token_ids: Tokens | None = None, law: Law = "point") -> VerifyRequest:
+    def propose(
+        self,
+        block_id: int,
+        token_ids: Tokens | None = None,
+        law: Law = "point",
+        support: DraftSupport | None = None,
+    ) -> VerifyRequest:
         """Make `token_ids` (None or empty = depth 0) the outstanding request. There is at most one."""
         assert self.outstanding is None, "a session has at most one unresolved VerifyRequest"
         tokens = as_tokens() if token_ids is None else token_ids
         assert len(tokens) < max(1, self.remaining), "a block leaves room for the token after it"
-        self.outstanding = VerifyRequest(self.session_id, self.epoch, block_id, self._len, tokens, law)
+        self.outstanding = VerifyRequest(self.session_id, self.epoch, block_id, self._len, tokens, law, support)
         return self.outstanding
 
     def move(self) -> Epoch:

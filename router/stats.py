@@ -29,6 +29,7 @@ class RouterStats:
     stale_drafts: int = 0  # a drafter asked for more tokens
     refused_drafts: int = 0
     truncated_drafts: int = 0  # ids outside the vocabulary, or more than was asked for
+    contradictory_drafts: int = 0  # their distributions contradict their tokens: treated as empty
     bypassed_rounds: int = 0
     ignored_blocks: int = 0  # blocks and answers that no session waits for
     ignored_results: int = 0  # results that do not match the outstanding request

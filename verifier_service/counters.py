@@ -14,7 +14,7 @@ class EngineCounters:
     drafted_tokens: int = 0  # draft tokens that were judged
     accepted_tokens: int = 0
     bad_draft_ids: int = 0  # cut from blocks: no token of the target
-    unusable_blocks: int = 0  # of a law that the session's rule cannot judge: treated as empty
+    unusable_blocks: int = 0  # their law contradicts itself: treated as empty
     stale: int = 0
     repeated: int = 0
     refused: int = 0

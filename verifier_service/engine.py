@@ -23,6 +23,7 @@ from cluster.protocol.messages import (
     VerifyRequest,
     VerifyResult,
 )
+from cluster.protocol.sparse_law import contradiction
 from outrider_kernels.page_table import PageTable
 from outrider_kernels.ragged_batch import Piece, pack
 from verifier_service.admission import RETRY_AFTER_S, Admission
@@ -104,10 +105,8 @@ class Engine:
         if pending is not None or request.base_len != session.length or session.id in self._ended:
             return [self._stale(request.session_id, request.block_id, session)]
         self.counters.bad_draft_ids += session.ask(request, self.runner.vocab_size, self.max_depth)
-        if request.law != "point" and session.sampling.rule == "ratio" and len(session.draft):
-            # The ratio test needs the draft's distribution, which no message carries yet. A draft changes only speed.
-            self.counters.unusable_blocks += 1
-            session.draft = session.draft[:0]
+        if session.sampling.rule == "ratio" and len(session.draft):
+            self._check_law(session, request)
         return []
 
     def _close(self, message: Close) -> None:
@@ -192,6 +191,14 @@ class Engine:
             utilisation=self._times.utilisation(self._clock()),
             step_ms_by_rows=self._times.medians(),
         )
+
+    def _check_law(self, session: Session, request: VerifyRequest) -> None:
+        """A block that contradicts its own law cannot be judged, and counts as empty: a draft changes only speed."""
+        why = contradiction(request.token_ids, request.law, request.support, self.runner.vocab_size)
+        if why:
+            logger.warning("session %s: unusable block: %s", session.id, why)
+            self.counters.unusable_blocks += 1
+            session.draft, session.support = session.draft[:0], None
 
     def _missing_rows(self, session: Session) -> int:
         """Committed rows below the anchor that the cache does not hold yet."""

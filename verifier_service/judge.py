@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider_kernels.accept import SamplingRows, accept_blocks
+from outrider_kernels.sparse_draft import DraftSupports
 from verifier_service.session import Session
 
 
@@ -36,6 +37,7 @@ def judge(logits: Tensor, sessions: Sequence[Session]) -> list[Outcome]:
         torch.from_numpy(row_starts).to(logits.device),
         torch.from_numpy(draft_ids).to(logits.device),
         SamplingRows.of([s.sampling for s in sessions], [s.length for s in sessions], logits.device),
+        DraftSupports.of([s.support for s in sessions], [len(s.draft) for s in sessions], logits.device),
     )
     finite = ~np.logical_or.reduceat(bad_rows.cpu().numpy(), row_starts[:-1])
     return [

@@ -6,7 +6,7 @@ Knows nothing of pages or passes. `commit` is the only code that appends tokens.
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.protocol.messages import OpenSession, VerifyRequest, VerifyResult
+from cluster.protocol.messages import DraftSupport, OpenSession, VerifyRequest, VerifyResult
 
 
 class Session:
@@ -25,6 +25,7 @@ class Session:
         self._stop_ids = np.array(opened.sampling.stop_token_ids, np.int64)
         self.pending: VerifyRequest | None = None
         self.draft: NDArray[np.int64] = np.empty(0, np.int64)  # of `pending`, as far as it can be judged
+        self.support: DraftSupport | None = None  # what `draft`, and perhaps more, was drawn from
         self.last_result: VerifyResult | None = None
 
     @property
@@ -44,6 +45,7 @@ class Session:
         room = self.limit - self.length - 1
         self.pending = request
         self.draft = wanted[: min(known, room, max_depth)]
+        self.support = request.support if self.sampling.rule == "ratio" else None
         return len(wanted) - known
 
     def commit(self, num_accepted: int, next_token: int, step_ms: float, step_rows: int) -> VerifyResult:

@@ -2,7 +2,8 @@
 
     header   magic "OUTR", version u16, reserved u16, head bytes u32, array bytes u32        (little-endian)
     head     msgpack [[tag, array bytes, body], ...], zero-padded to 8; body = msgpack of the field values in order
-    arrays   every array of every message, packed little-endian in order; the body holds their lengths
+    arrays   every array of every message, little-endian in order, each filled up to 4 bytes; the body holds their
+             lengths
 
 The field types of messages.py are the schema: their order is the wire order, checked strictly on the way in. A damaged
 frame raises; a damaged message inside a sound frame comes out as `Malformed` and harms only its session.
@@ -162,6 +163,7 @@ def _who(kind: type[Message] | None, body: bytes) -> tuple[str, Epoch]:
 
 
 def _check_draft_block(block: m.DraftBlock) -> None:
+    _check_support(block)
     confidence = block.confidence
     if len(confidence) == 0:
         return
@@ -170,6 +172,19 @@ def _check_draft_block(block: m.DraftBlock) -> None:
     # NaN, which both reductions pass on, fails the comparison.
     if not 0 <= np.minimum.reduce(confidence) <= np.maximum.reduce(confidence) <= 1:
         raise ProtocolError("expected confidences in [0, 1]")
+
+
+def _check_support(block: m.DraftBlock | m.VerifyRequest) -> None:
+    """Only that the rows can be read; whether they are a law is judged by sparse_law, where a fault costs a draft."""
+    support = block.support
+    if support is None:
+        return
+    ids, starts, counts = support.ids, support.starts, support.counts
+    if len(starts) != len(block.token_ids) + 1 or len(ids) != len(counts):
+        shape = f"{len(starts)} starts, {len(ids)} ids, {len(counts)} counts"
+        raise ProtocolError(f"{len(block.token_ids)} draft tokens came with a support of {shape}")
+    if starts[0] != 0 or starts[-1] != len(ids) or bool((starts[1:] < starts[:-1]).any()):
+        raise ProtocolError(f"support rows must rise from 0 to {len(ids)}")
 
 
 def _check_draft_request(request: m.DraftRequest) -> None:
@@ -189,6 +204,7 @@ def _check_load_report(report: m.LoadReport) -> None:
 
 _CHECKS: dict[type[Message], Callable[[Any], None]] = {
     m.DraftBlock: _check_draft_block,
+    m.VerifyRequest: _check_support,
     m.DraftRequest: _check_draft_request,
     m.Generate: _check_prompt,
     m.OpenSession: _check_prompt,

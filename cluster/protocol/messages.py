@@ -14,10 +14,11 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Tokens: TypeAlias = NDArray[np.int32]  # [n] token ids
 Confidence: TypeAlias = NDArray[np.float32]  # [n] in [0, 1]
+Counts: TypeAlias = NDArray[np.uint16]  # [n] count - 1
 
 Rule: TypeAlias = Literal["coupled", "ratio"]
 Law: TypeAlias = Literal["point", "sparse"]
@@ -148,9 +149,27 @@ class DraftRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftSupport:
+    """The distributions that the tokens of a block were drawn from (law "sparse"), one row per token.
+
+    Row i is the ids [starts[i], starts[i + 1]) with probabilities (counts + 1) / 2^16, which sum to 1. The token was
+    drawn from exactly these, not from what they were rounded from. cluster.protocol.sparse_law judges the content.
+    """
+
+    ids: Tokens  # [n]
+    starts: Tokens  # [depth + 1]
+    counts: Counts  # [n]
+
+    def first(self, depth: int) -> "DraftSupport":
+        """The rows of the first `depth` tokens."""
+        end = int(self.starts[depth])
+        return DraftSupport(self.ids[:end], self.starts[: depth + 1], self.counts[:end])
+
+
+@dataclass(frozen=True, slots=True)
 class DraftBlock:
     """Drafter to router: 0..depth proposed tokens. law "point": each token is a deterministic function of the past
-    (or raced with the request's own noise under the coupled rule)."""
+    (or raced with the request's own noise under the coupled rule). law "sparse": drawn from `support`."""
 
     session_id: str
     epoch: Epoch
@@ -159,6 +178,7 @@ class DraftBlock:
     token_ids: Tokens  # [<= depth]
     confidence: Confidence  # [same] or [0] when the drafter has none
     law: Law = "point"
+    support: DraftSupport | None = None
 
 
 # --- router <-> verifier -----------------------------------------------------------------------------------------
@@ -184,8 +204,9 @@ class VerifyRequest:
     epoch: Epoch
     block_id: int
     base_len: int
-    token_ids: Tokens  # [depth]
+    token_ids: Tokens  # [depth]; may be a prefix of what was drafted
     law: Law = "point"
+    support: DraftSupport | None = None  # of these tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """How a dataclass becomes a msgpack array plus numpy arrays, read off its field types once; and the bounds on values.
 
 Field order is wire order: a record is the array of its fields, nested records nest, a numpy array leaves its length in
-its place and its bytes beside. Bounds hold on the way in. Knows nothing of frames or of what the values mean.
+its place and its bytes beside, filled up to whole words of 4 so that the next one is aligned. Bounds hold on the way
+in. Knows nothing of frames or of what the values mean.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from cluster.protocol.errors import ProtocolError
 
+_WORD = 4  # bytes
 MAX_NAME = 256  # characters of a session or replica id
 _MAX_TEXT = 65_536  # characters of an error message
 _MAX_FLOAT = 1e12  # also refuses infinity; NaN fails every bound
@@ -44,7 +46,7 @@ class ArrayReader:
         self._end += array_bytes
 
     def take(self, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        at, size = self._at, count * dtype.itemsize
+        at, size = self._at, _whole_words(count * dtype.itemsize)
         if at + size > self._end:
             self._refuse(at + size)
         self._at += size
@@ -123,10 +125,18 @@ def _array_field(dtype: np.dtype[Any]) -> _Field:
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
             got = f"{array.ndim}-dimensional {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__
             raise TypeError(f"expected a one-dimensional {dtype} array, got {got}")
+        count = len(array)
+        filler = _whole_words(array.nbytes) - array.nbytes
+        if filler:
+            array = np.append(array, np.zeros(filler // array.itemsize, array.dtype))
         arrays.append(np.ascontiguousarray(array, dtype=wire))
-        return len(array)
+        return count
 
     return _Field(_bounded("", int), pack, lambda count, reader: reader.take(count, wire))
+
+
+def _whole_words(size: int) -> int:
+    return -(-size // _WORD) * _WORD
 
 
 def _optional(field: _Field) -> _Field:

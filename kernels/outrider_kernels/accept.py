@@ -1,8 +1,8 @@
 """Judges draft blocks against the target's logits: how many tokens are accepted and which one follows.
 
-Owns the acceptance rules (docs/architecture.md, "Acceptance"): greedy, coupled, and the ratio test for point-mass
-drafts. Knows nothing of sessions, caches or messages. What it commits follows the target distribution exactly,
-whatever was drafted. This file is the contract and the torch implementation.
+Owns the choice of rule per session (docs/architecture.md, "Acceptance"): greedy, coupled, the ratio test of point-mass
+drafts; drafts with a distribution go to accept_sparse.py. Knows nothing of sessions, caches or messages. What it
+commits follows the target distribution exactly, whatever was drafted.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from cluster.protocol.messages import SamplingParams
+from outrider_kernels.accept_sparse import accept_sparse
 from outrider_kernels.gumbel_race import ACCEPT, RACE, RECOVER, race_rows, uniform
 from outrider_kernels.philox import signed_key
+from outrider_kernels.sparse_draft import DraftSupports, SparseRows
 from outrider_kernels.target_distribution import GREEDY_TEMPERATURE, target_distribution
 
 
@@ -64,15 +66,57 @@ class SamplingRows:
 
 
 def accept_blocks(
-    logits: Tensor, row_starts: Tensor, draft_ids: Tensor, sampling: SamplingRows
+    logits: Tensor,
+    row_starts: Tensor,
+    draft_ids: Tensor,
+    sampling: SamplingRows,
+    supports: DraftSupports | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(num_accepted [S] int64, next_token [S] int64): the accepted prefix of each block and the token after it.
 
     logits [rows, vocab] float32, all sessions flattened; row_starts [S+1] int64 bounds each session's rows (at least
     one each); draft_ids [rows] int64 is the draft token that row judges, -1 on each session's last row, which has
-    none. Row i of session s chooses the token at absolute position base_len[s] + i.
+    none. Row i of session s chooses the token at absolute position base_len[s] + i. supports are the distributions
+    that the draft tokens were drawn from, of all the rows of a session's block or of none of them (point drafts); only
+    the ratio rule looks at them, and judges the block by block verification.
     """
     assert bool((row_starts.diff() > 0).all()), "every session needs a row for the token after its block"
+    if supports is None:
+        return _accept_row_by_row(logits, row_starts, draft_ids, sampling)
+    drawn = sampling.ratio & (sampling.temperature >= GREEDY_TEMPERATURE)
+    drawn &= supports.lengths()[row_starts[:-1]] > 0
+    if not bool(drawn.any()):
+        return _accept_row_by_row(logits, row_starts, draft_ids, sampling)
+    num_accepted = torch.zeros_like(row_starts[1:])
+    next_token = torch.zeros_like(row_starts[1:])
+    counts = row_starts.diff()
+    for chosen in (drawn, ~drawn):
+        sessions = chosen.nonzero().flatten()
+        if sessions.numel() == 0:
+            continue
+        rows = chosen.repeat_interleave(counts).nonzero().flatten()
+        starts = torch.nn.functional.pad(counts[sessions].cumsum(0), (1, 0))
+        part = logits if len(rows) == len(logits) else logits[rows]
+        if chosen is drawn:
+            judged = _accept_drawn(part, starts, draft_ids[rows], sampling.take(sessions), supports.padded(rows))
+        else:
+            judged = _accept_row_by_row(part, starts, draft_ids[rows], sampling.take(sessions))
+        num_accepted[sessions], next_token[sessions] = judged
+    return num_accepted, next_token
+
+
+def _accept_drawn(
+    logits: Tensor, row_starts: Tensor, draft_ids: Tensor, sampling: SamplingRows, supports: SparseRows
+) -> tuple[Tensor, Tensor]:
+    """Block verification needs the target's distribution at every row."""
+    sessions = torch.arange(len(sampling.key), device=logits.device).repeat_interleave(row_starts.diff())
+    log_target = _distribution(logits, sampling.take(sessions))
+    return accept_sparse(log_target, row_starts, draft_ids, supports, sampling.base_len, sampling.key, sampling.choice)
+
+
+def _accept_row_by_row(
+    logits: Tensor, row_starts: Tensor, draft_ids: Tensor, sampling: SamplingRows
+) -> tuple[Tensor, Tensor]:
     num_accepted = torch.zeros_like(row_starts[1:])
     next_token = torch.zeros_like(row_starts[1:])
     # Row i of every session whose first i tokens were accepted: what follows a rejection is never computed, which on
@@ -155,11 +199,8 @@ def _recover_or_bonus(log_target: Tensor, rejected: Tensor, sampling: SamplingRo
     has_rejected = (rejected >= 0) & (rejected < log_target.shape[-1])
     recovered = has_rejected.nonzero().flatten()
     log_target[recovered, rejected[recovered]] = -torch.inf
-    next_token = torch.empty_like(rejected)
-    for stream, part in ((RECOVER, recovered), (RACE, (~has_rejected).nonzero().flatten())):
-        rows = sampling.take(part)
-        next_token[part] = race_rows(log_target[part], rows.key, positions[part], rows.choice, stream)
-    return next_token
+    streams = torch.where(has_rejected, RECOVER, RACE)
+    return race_rows(log_target, sampling.key, positions, sampling.choice, streams)
 
 
 def _distribution(logits: Tensor, rows: SamplingRows) -> Tensor:

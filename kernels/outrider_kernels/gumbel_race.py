@@ -7,6 +7,7 @@ position's draw is the same however the sequence was cut into blocks.
 """
 
 import math
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ RACE = 0  # the target's own choice; under the coupled rule the drafter's too
 DRAFT = 1  # a drafter's own sampling under the ratio rule
 ACCEPT = 2  # the uniforms of the ratio test
 RECOVER = 3  # the draw that replaces a rejected token
+Stream: TypeAlias = int | Tensor
 
 # Tokens raced at once per thread: two rows of a 49k vocabulary stay in cache, which is a fifth faster than 40 rows.
 _TOKENS_AT_ONCE = 1 << 17
@@ -33,18 +35,18 @@ def noise_of_words(words: Tensor) -> Tensor:
     return fraction.log1p_().neg_().log_().neg_().to(torch.float32)
 
 
-def race_noise(vocab_size: int, key: Tensor, position: Tensor, choice: Tensor, stream: int) -> Tensor:
+def race_noise(vocab_size: int, key: Tensor, position: Tensor, choice: Tensor, stream: Stream) -> Tensor:
     """[rows, vocab_size] float32 noise of every token.
 
-    key (64 bits as int64), position and choice are [rows] int64. A token's word is lane token mod 4 of the counter
-    (token div 4, position, choice, stream).
+    key (64 bits as int64), position and choice are [rows] int64, as are streams that differ by row. A token's word is
+    lane token mod 4 of the counter (token div 4, position, choice, stream).
     """
     blocks = torch.arange((vocab_size + 3) // 4, device=key.device)
     words = philox(_counter(blocks, position[:, None], choice[:, None], stream), key_words(key[:, None]))
     return noise_of_words(torch.stack(words, dim=-1).flatten(1)[:, :vocab_size])
 
 
-def token_noise(token_ids: Tensor, key: Tensor, position: Tensor, choice: Tensor, stream: int) -> Tensor:
+def token_noise(token_ids: Tensor, key: Tensor, position: Tensor, choice: Tensor, stream: Stream) -> Tensor:
     """[rows, n] float32 noise of the given tokens: the entries of `race_noise` at token_ids [rows, n] int64."""
     words = philox(_counter(token_ids >> 2, position[:, None], choice[:, None], stream), key_words(key[:, None]))
     lanes = torch.stack(words, dim=-1)
@@ -56,8 +58,12 @@ def uniform(base_len: Tensor, index: Tensor, key: Tensor, choice: Tensor, stream
 
     float64, because a float32 would round the largest words up to 1.
     """
-    word = philox(_counter(base_len, index, choice, stream), key_words(key))[0]
-    return word.to(torch.float64).mul_(2.0**-32)
+    return uniform_words(base_len, index, key, choice, stream).to(torch.float64).mul_(2.0**-32)
+
+
+def uniform_words(base_len: Tensor, index: Tensor, key: Tensor, choice: Tensor, stream: int) -> Tensor:
+    """[rows] int64 in [0, 2^32): the words behind `uniform`. The arguments broadcast against each other."""
+    return philox(_counter(base_len, index, choice, stream), key_words(key))[0]
 
 
 def race(log_target: Tensor, noise: Tensor) -> Tensor:
@@ -65,10 +71,10 @@ def race(log_target: Tensor, noise: Tensor) -> Tensor:
     return (log_target + noise).argmax(dim=-1)  # argmax returns the first maximum
 
 
-def race_rows(log_target: Tensor, key: Tensor, position: Tensor, choice: Tensor, stream: int) -> Tensor:
+def race_rows(log_target: Tensor, key: Tensor, position: Tensor, choice: Tensor, stream: Stream) -> Tensor:
     """[rows] int64 token ids drawn from log_target [rows, vocab] (float32, normalised or not, -inf = excluded).
 
-    Needs at least one finite entry a row. key, position, choice: [rows] int64.
+    Needs at least one finite entry a row. key, position, choice: [rows] int64; stream: one for all, or [rows] int64.
     """
     rows, vocab_size = log_target.shape
     if rows == 0:
@@ -78,8 +84,9 @@ def race_rows(log_target: Tensor, key: Tensor, position: Tensor, choice: Tensor,
         return _race_few(log_target, contenders, key, position, choice, stream)
     chosen = []
     at_once = max(1, _TOKENS_AT_ONCE * torch.get_num_threads() // vocab_size)
-    for part in torch.arange(rows, device=key.device).split(at_once):
-        noise = race_noise(vocab_size, key[part], position[part], choice[part], stream)
+    for part in torch.arange(rows, device=key.device).split(at_once):  # type: ignore[no-untyped-call]
+        streams = stream[part] if isinstance(stream, Tensor) else stream
+        noise = race_noise(vocab_size, key[part], position[part], choice[part], streams)
         chosen.append(race(log_target[part], noise))
     return torch.cat(chosen)
 
@@ -93,7 +100,7 @@ def _can_win(log_target: Tensor) -> Tensor:
 
 
 def _race_few(
-    log_target: Tensor, contenders: int, key: Tensor, position: Tensor, choice: Tensor, stream: int
+    log_target: Tensor, contenders: int, key: Tensor, position: Tensor, choice: Tensor, stream: Stream
 ) -> Tensor:
     """The same race among each row's best tokens only; for supports cut by top-k or top-p."""
     scores, token_ids = log_target.topk(contenders, dim=-1)
@@ -103,5 +110,6 @@ def _race_few(
     return torch.where(winners, token_ids, log_target.shape[-1] - 1).amin(dim=-1)
 
 
-def _counter(first: Tensor, second: Tensor, third: Tensor, stream: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return first, second, third, first.new_full((), stream)
+def _counter(first: Tensor, second: Tensor, third: Tensor, stream: Stream) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    fourth = stream[:, None] if isinstance(stream, Tensor) else first.new_full((), stream)
+    return first, second, third, fourth

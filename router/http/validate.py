@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.protocol.errors import InvalidRequest, NotFound
-from cluster.protocol.messages import SamplingParams, Speculation, Tokens, as_tokens
+from cluster.protocol.messages import Rule, SamplingParams, Speculation, Tokens, as_tokens
 from router.http.prompts import check_token_ids
 from router.http.schema import MAX_STOP_CHARS, MAX_STOPS, ChatFields, GenerationFields, SpeculationFields
 from router.http.text_codec import TextCodec
@@ -109,10 +109,18 @@ def _sampling(fields: GenerationFields, max_tokens: int, codec: TextCodec, key: 
         top_k=top_k if top_k < codec.vocab_size else 0,
         top_p=defaults.top_p if fields.top_p is None else fields.top_p,
         stop_token_ids=tuple(dict.fromkeys((*eos, *asked_stops))),
-        # Coupled is what "auto" means until drafters ship distributions.
-        rule="ratio" if fields.speculation and fields.speculation.acceptance == "ratio" else "coupled",
+        rule=_rule(fields, temperature),
         key=key if fields.seed is None else fields.seed % 2**64,
     )
+
+
+def _rule(fields: GenerationFields, temperature: float) -> Rule:
+    """auto: text that must come again (a seed, or no sampling at all) does not depend on the drafts; other sampling
+    uses the rule that accepts more of them."""
+    asked = fields.speculation.acceptance if fields.speculation else None
+    if asked == "coupled" or asked == "ratio":
+        return asked
+    return "coupled" if fields.seed is not None or temperature < MIN_TEMPERATURE else "ratio"
 
 
 def _speculation(fields: SpeculationFields, limits: Limits) -> Speculation:

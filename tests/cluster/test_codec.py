@@ -48,11 +48,30 @@ loads = st.lists(st.tuples(lengths, durations), max_size=4).map(tuple)
 
 
 @st.composite
+def supports(draw: st.DrawFn, depth: int) -> m.DraftSupport | None:
+    if draw(st.booleans()):
+        return None
+    sizes = draw(st.lists(st.integers(0, 4), min_size=depth, max_size=depth))
+    total = sum(sizes)
+    ids = draw(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=total, max_size=total))
+    counts = draw(st.lists(st.integers(0, 2**16 - 1), min_size=total, max_size=total))
+    return m.DraftSupport(as_tokens(ids), as_tokens(np.cumsum([0, *sizes])), np.array(counts, dtype=np.uint16))
+
+
+@st.composite
+def verify_requests(draw: st.DrawFn) -> m.VerifyRequest:
+    ids = draw(tokens)
+    support = draw(supports(len(ids)))
+    return m.VerifyRequest(draw(names), draw(epochs), draw(wide), draw(lengths), ids, draw(laws), support)
+
+
+@st.composite
 def draft_blocks(draw: st.DrawFn) -> m.DraftBlock:
     ids = draw(tokens)
     size = draw(st.sampled_from([0, len(ids)]))
     confidence = np.array(draw(st.lists(unit, min_size=size, max_size=size)), dtype=np.float32)
-    return m.DraftBlock(draw(names), draw(epochs), draw(wide), draw(lengths), ids, confidence, draw(laws))
+    support = draw(supports(len(ids)))
+    return m.DraftBlock(draw(names), draw(epochs), draw(wide), draw(lengths), ids, confidence, draw(laws), support)
 
 
 @st.composite
@@ -78,7 +97,7 @@ any_message: st.SearchStrategy[Message] = st.one_of(
     draft_requests(),
     draft_blocks(),
     st.builds(m.Committed, names, wide, lengths, tokens, finish, st.none() | stats, texts),
-    st.builds(m.VerifyRequest, names, epochs, wide, lengths, tokens, laws),
+    verify_requests(),
     st.builds(
         m.VerifyResult,
         names, epochs, wide, lengths, lengths, st.integers(-1, 2**31 - 1), finish, texts, durations, lengths,
@@ -128,7 +147,8 @@ def test_every_kind_of_message_has_its_place_in_the_frame() -> None:
 
 
 def test_decoded_arrays_are_aligned_read_only_views_of_the_frame() -> None:
-    frame = encode([m.Close("odd", Epoch(0, 0), 1), request(3), block([0.5] * 3), request(5)])
+    odd = replace(block([0.5] * 3), law="sparse", support=support_of([1, 1, 1]))
+    frame = encode([m.Close("odd", Epoch(0, 0), 1), request(3), odd, request(5)])
     for message in decode(frame):
         if isinstance(message, m.VerifyRequest | m.DraftBlock):
             assert message.token_ids.flags.aligned
@@ -158,6 +178,12 @@ def block(confidence: list[float]) -> m.DraftBlock:
     return m.DraftBlock("s", Epoch(1, 2), 3, 4, as_tokens(range(3)), np.array(confidence, dtype=np.float32))
 
 
+def support_of(sizes: list[int]) -> m.DraftSupport:
+    total = sum(sizes)
+    counts = np.full(total, 2**16 - 1, dtype=np.uint16)
+    return m.DraftSupport(as_tokens(range(total)), as_tokens(np.cumsum([0, *sizes])), counts)
+
+
 @pytest.mark.parametrize("wrong", [np.arange(3), np.zeros((2, 2), dtype=np.int32), np.zeros(2, np.float32), [1, 2]])
 def test_an_array_of_another_type_or_shape_is_refused_at_the_sender(wrong: Any) -> None:
     with pytest.raises(TypeError, match="one-dimensional int32"):
@@ -175,6 +201,13 @@ BAD: list[tuple[Any, str]] = [
     (block([0.5, math.nan, 0.5]), "confidences in"),
     (block([0.5, 1.5, 0.5]), "confidences in"),
     (block([0.5]), "3 draft tokens came with 1"),
+    (replace(block([]), support=support_of([1, 1])), "3 draft tokens came with a support of 3 starts"),
+    (replace(request(2), support=support_of([1, 1, 1])), "2 draft tokens came with a support of 4 starts"),
+    (replace(request(1), support=replace(support_of([2]), ids=as_tokens([5]))), "1 ids, 2 counts"),
+    (replace(request(1), support=replace(support_of([2]), starts=as_tokens([0, 1]))), "rise from 0 to 2"),
+    (replace(request(2), support=replace(support_of([2, 1]), starts=as_tokens([0, 4, 3]))), "rise from 0 to 3"),
+    (replace(request(2), support=replace(support_of([2, 1]), starts=as_tokens([1, 2, 3]))), "rise from 0 to 3"),
+    (replace(request(0), support=m.DraftSupport(as_tokens(), as_tokens(), np.empty(0, np.uint16))), "0 starts"),
     (m.OpenSession("s", Epoch(1, 2), as_tokens([1]), 2, SAMPLING), "prompt_len in 1..1, got 2"),
     (m.OpenSession("s", Epoch(1, 2), as_tokens(), 0, SAMPLING), "prompt_len"),
     (m.OpenSession("s", Epoch(1, 2), as_tokens([1]), 1, replace(SAMPLING, temperature=math.nan)), "float"),
@@ -243,6 +276,10 @@ def frame_of(head: Any, arrays: bytes = b"", version: int = m.PROTOCOL_VERSION) 
 CLOSE = msgspec.msgpack.encode(["s", [1, 2], 3])
 
 
+def verify_body(count: int) -> bytes:
+    return msgspec.msgpack.encode(["s", [1, 2], 3, 4, count, "point", None])
+
+
 def test_the_hand_made_frame_of_these_tests_is_a_good_one() -> None:
     assert decode(frame_of([[8, 0, CLOSE]])) == [m.Close("s", Epoch(1, 2), 3)]
 
@@ -253,7 +290,7 @@ def test_the_hand_made_frame_of_these_tests_is_a_good_one() -> None:
         (b"", "0 bytes, a header takes 16"),
         (b"OUTR", "4 bytes"),
         (b"HTTP" + frame_of([])[4:], "magic"),
-        (frame_of([], version=9), "expected protocol version 1, got 9"),
+        (frame_of([], version=9), "expected protocol version 2, got 9"),
         (frame_of([])[:-1], "the frame has"),
         (frame_of([]) + b"\0", "the frame has"),
         (frame_of([])[:-1] + b"\1", "padding"),
@@ -280,9 +317,9 @@ def test_a_damaged_frame_is_refused_with_expected_and_got(frame: bytes, reason: 
         ([8, 0, b""], b"", "truncated"),
         ([8, 0, b"\x91" * 100_000], b"", "Expected"),
         ([8, 4, CLOSE], b"1234", "take 0 bytes, the message has 4"),
-        ([6, 4, msgspec.msgpack.encode(["s", [1, 2], 3, 4, 2, "point"])], b"1234", "take 8 bytes, the message has 4"),
-        ([6, 4, msgspec.msgpack.encode(["s", [1, 2], 3, 4, 2**31 - 1, "point"])], b"1234", "the message has 4"),
-        ([6, 4, msgspec.msgpack.encode(["s", [1, 2], 3, 4, -1, "point"])], b"1234", ">= 0"),
+        ([6, 4, verify_body(2)], b"1234", "take 8 bytes, the message has 4"),
+        ([6, 4, verify_body(2**31 - 1)], b"1234", "the message has 4"),
+        ([6, 4, verify_body(-1)], b"1234", ">= 0"),
     ],
 )
 def test_a_damaged_body_harms_only_its_message(entry: list[Any], arrays: bytes, reason: str) -> None:

@@ -5,10 +5,13 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
 from cluster.protocol.messages import DraftBlock, DraftRequest, Epoch, SamplingParams, Stale, as_tokens
+from cluster.protocol.sparse_law import contradiction
 from cluster.simulator.scripted_target import ScriptedLaw, ScriptedTarget
 from drafter_service.draft_model import DraftModel
+from outrider_kernels.target_distribution import target_distribution
 
 LAW = ScriptedLaw(vocab_size=50, seed=3)
 GREEDY = SamplingParams(max_tokens=100)
@@ -52,10 +55,73 @@ def test_drafts_what_the_model_itself_would_choose_with_the_requests_noise(depth
     assert drafted(model(), [5, 6, 7], depth=depth, sampling=sampling) == law_says([5, 6, 7], depth, sampling)
 
 
-def test_under_the_ratio_rule_the_draft_is_greedy_and_independent_of_the_key():
-    for key in range(5):
-        sampling = SamplingParams(max_tokens=9, temperature=2.0, key=key, rule="ratio")
-        assert drafted(model(), [5, 6], sampling=sampling) == law_says([5, 6], 4)
+def ratio(key, temperature=2.0, **kwargs) -> SamplingParams:
+    return SamplingParams(max_tokens=9, temperature=temperature, key=key, rule="ratio", **kwargs)
+
+
+def test_under_the_ratio_rule_a_greedy_draft_is_a_point_mass():
+    (block,) = model().draft([request([5, 6], sampling=ratio(3, temperature=0.0))])
+    assert block.token_ids.tolist() == law_says([5, 6], 4)
+    assert (block.law, block.support) == ("point", None)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.6)])
+def test_under_the_ratio_rule_the_draft_ships_the_distributions_it_was_drawn_from(top_k, top_p):
+    """Each row is what the model says of its place under the request's processing, rounded to 2^-16."""
+    (block,) = model(support_size=20).draft([request([5, 6, 7], sampling=ratio(3, top_k=top_k, top_p=top_p))])
+    assert block.law == "sparse"
+    assert contradiction(block.token_ids, block.law, block.support, LAW.vocab_size) == ""
+    text = [5, 6, 7]
+    for row, token in enumerate(block.token_ids.tolist()):
+        start, end = block.support.starts[row], block.support.starts[row + 1]
+        shipped = np.zeros(LAW.vocab_size)
+        shipped[block.support.ids[start:end]] = (block.support.counts[start:end].astype(int) + 1) / 2**16
+        filters = torch.tensor([2.0]), torch.tensor([top_k]), torch.tensor([top_p])
+        full = target_distribution(torch.from_numpy(LAW.logits(text))[None], *filters)[0].double().exp().numpy()
+        full[full < np.sort(full)[-20]] = 0
+        np.testing.assert_allclose(shipped, full / full.sum(), atol=2**-16)
+        text.append(token)
+
+
+def test_under_the_ratio_rule_drafts_follow_the_shipped_distribution():
+    """Chi-square of the first token over 2,000 sessions, cells of at least 5; false alarm 1e-6."""
+    drafter = model(support_size=8, num_pages=4000, prefill_rows=10_000)
+    blocks = drafter.draft(
+        [request([5, 6], depth=1, session=f"s{key}", sampling=ratio(key * 7919)) for key in range(2000)]
+    )
+    ids, counts = blocks[0].support.ids, blocks[0].support.counts.astype(int) + 1
+    seen = np.array([sum(int(block.token_ids[0]) == token for block in blocks) for token in ids])
+    assert seen.sum() == 2000
+    expected = torch.from_numpy(counts / 2**16 * 2000)
+    assert float(expected.min()) >= 5
+    statistic = float((((torch.from_numpy(seen) - expected) ** 2) / expected).sum())
+    freedom = torch.tensor((len(ids) - 1) / 2).double()
+    assert float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2).double())) > 1e-6
+
+
+def test_a_drawn_draft_runs_every_step_asked_whatever_it_draws():
+    """Stopping at a token that was drawn would let the token decide whether it is verified."""
+    sampling = ratio(5, stop_token_ids=tuple(range(50)))
+    for length in range(1, 6):
+        assert len(drafted(model(), [3] * length, depth=6, sampling=sampling, session=str(length))) == 6
+
+
+def test_sessions_of_every_rule_draft_together_as_if_alone():
+    kinds = [GREEDY, ratio(1), SAMPLED[1], ratio(2, top_k=3), ratio(3, temperature=0.0), ratio(4, top_p=0.5)]
+    texts = [[7 + i] * (1 + 3 * i) for i in range(6)]
+    depths = [2, 5, 3, 1, 4, 5]
+    asked = [
+        request(text, depth=depth, session=f"s{i}", sampling=kind)
+        for i, (text, depth, kind) in enumerate(zip(texts, depths, kinds, strict=True))
+    ]
+    for one, together in zip(asked, model().draft(asked), strict=True):
+        (alone,) = model().draft([one])
+        assert together.token_ids.tolist() == alone.token_ids.tolist()
+        assert together.law == alone.law
+        if alone.support is not None:
+            assert together.support.counts.tolist() == alone.support.counts.tolist()
+            assert together.support.ids.tolist() == alone.support.ids.tolist()
+            assert together.support.starts.tolist() == alone.support.starts.tolist()
 
 
 def test_confidence_is_the_probability_of_the_best_token_not_of_the_drawn_one():

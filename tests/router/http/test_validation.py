@@ -225,12 +225,37 @@ async def test_what_is_not_asked_comes_from_the_model_and_the_context(
     assert generator.opened[0].speculation == Speculation()
 
 
-@pytest.mark.parametrize(("asked", "rule"), [("auto", "coupled"), ("coupled", "coupled"), ("ratio", "ratio")])
-async def test_the_acceptance_rule_is_the_one_asked_for(
-    serving: Serving, generator: ScriptedGenerator, asked: str, rule: str
+SEEDED = {"seed": 3, "temperature": 1.0}
+UNSEEDED = {"seed": None, "temperature": 1.0}
+GREEDY = {"seed": None, "temperature": 0}
+
+
+@pytest.mark.parametrize(
+    ("asked", "sampling", "rule"),
+    [
+        ("auto", SEEDED, "coupled"),
+        ("auto", GREEDY, "coupled"),
+        ("auto", UNSEEDED, "ratio"),
+        (None, SEEDED, "coupled"),
+        (None, UNSEEDED, "ratio"),
+        ("coupled", UNSEEDED, "coupled"),
+        ("ratio", SEEDED, "ratio"),
+    ],
+)
+async def test_the_acceptance_rule_is_the_one_asked_for_and_else_follows_from_the_seed(
+    serving: Serving, generator: ScriptedGenerator, asked: str | None, sampling: dict[str, object], rule: str
 ) -> None:
-    await post(serving(), speculation={"acceptance": asked})
+    await post(serving(), speculation={"acceptance": asked}, **sampling)
     assert generator.opened[0].sampling.rule == rule
+
+
+async def test_a_request_that_says_nothing_of_speculation_gets_the_automatic_rule(
+    serving: Serving, generator: ScriptedGenerator
+) -> None:
+    client = serving()
+    await post(client, **UNSEEDED)
+    await post(client, **SEEDED)
+    assert [opened.sampling.rule for opened in generator.opened] == ["ratio", "coupled"]
 
 
 async def test_speculation_can_be_switched_off(serving: Serving, generator: ScriptedGenerator) -> None:
