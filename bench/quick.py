@@ -12,6 +12,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,6 +40,9 @@ STREAMS = 8
 
 
 # --- workers: one JSON command per line in, one JSON answer per line out --------------------------------------------
+
+
+_held: list[Any] = []  # context managers that live as long as their worker
 
 
 def transformers_worker() -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -118,16 +122,19 @@ def system_worker() -> Callable[[dict[str, Any]], dict[str, Any]]:
     from router.http.text_codec import TextCodec
 
     codec = TextCodec.from_directory(resolve(MODEL))
-    loop = asyncio.new_event_loop()
+    loop = asyncio.new_event_loop()  # on a thread of its own: replicas go on renewing between commands
+    threading.Thread(target=loop.run_forever, daemon=True).start()
     manager = local_system(parse_config({}))
-    system = loop.run_until_complete(manager.__aenter__())
+    system = asyncio.run_coroutine_threadsafe(manager.__aenter__(), loop).result()
+    _held.append(manager)
 
     def run(command: dict[str, Any]) -> dict[str, Any]:
         text = codec.render_chat([{"role": "user", "content": command["prompt"]}])
         sampling = SamplingParams(max_tokens=TOKENS, stop_token_ids=codec.eos_ids)
         speculation = Speculation(enabled=command["speculation"])
         started = time.perf_counter()
-        output = loop.run_until_complete(system.generate(codec.encode(text, False), sampling, speculation))
+        generation = system.generate(codec.encode(text, False), sampling, speculation)
+        output = asyncio.run_coroutine_threadsafe(generation, loop).result()
         seconds = time.perf_counter() - started
         return {
             "seconds": seconds,
@@ -251,45 +258,48 @@ def speed(samples: Sequence[dict[str, Any]]) -> float:
     return statistics.median(s["tokens"] / s["seconds"] for s in samples)
 
 
+Plan = list[tuple[str, str, dict[str, Any]]]  # what is measured under which name: (name, worker, command)
+
+
+def phases(with_http: bool) -> list[Plan]:
+    """Each phase has its own workers, and nothing else runs. Within a phase all take turns."""
+    eight = (PROMPTS * STREAMS)[:STREAMS]
+    alone: Plan = []
+    for prompt in PROMPTS:
+        alone += [("transformers", "transformers", {"prompt": prompt}), ("engine", "engine", {"prompts": [prompt]})]
+    alone.append(("engine x8", "engine", {"prompts": eight}))
+    copying: Plan = [
+        (name, "system", {"prompt": COPY_PROMPT, "speculation": speculation})
+        for name, speculation in (("copy, depth 0", False), ("copy, lookup", True)) * 2
+    ]
+    served: Plan = []
+    for prompt in PROMPTS:
+        served.append(("transformers beside an idle Ray", "transformers", {"prompt": prompt}))
+        served.append(("http", "http", {"prompts": [prompt]}))
+    served.append(("http x8", "http", {"prompts": eight}))
+    return [alone, copying, served] if with_http else [alone, copying]
+
+
 def measure(repeats: int, with_http: bool) -> dict[str, Any]:
     from rich.console import Console
     from rich.progress import Progress
 
-    kinds = ["transformers", "engine", "system"] + (["http"] if with_http else [])
+    plans = phases(with_http)
     samples: dict[str, list[dict[str, Any]]] = {}
-
-    def add(name: str, sample: dict[str, Any]) -> None:
-        samples.setdefault(name, []).append(sample)
-
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("starting workers", total=len(kinds) + repeats * (len(PROMPTS) + 2))
-        workers = {}
-        for kind in kinds:
-            workers[kind] = Worker(kind)
-            progress.advance(task)
-        for number in range(repeats + 1):  # the first round warms up and does not count
-            progress.update(task, description="warming up" if number == 0 else f"round {number} of {repeats}")
-            if number == 1:
-                samples.clear()
-            for prompt in PROMPTS:
-                add("transformers", workers["transformers"].ask({"prompt": prompt}))
-                add("engine", workers["engine"].ask({"prompts": [prompt]}))
-                if with_http:
-                    add("http", workers["http"].ask({"prompts": [prompt]}))
-                progress.advance(task, 0 if number == 0 else 1)
-            eight = (PROMPTS * STREAMS)[:STREAMS]
-            add("engine x8", workers["engine"].ask({"prompts": eight}))
-            if with_http:
-                add("http x8", workers["http"].ask({"prompts": eight}))
-            progress.advance(task, 0 if number == 0 else 1)
-            for speculation in (False, True):
-                name = "copy, lookup" if speculation else "copy, depth 0"
-                add(name, workers["system"].ask({"prompt": COPY_PROMPT, "speculation": speculation}))
-            progress.advance(task, 0 if number == 0 else 1)
-        if with_http:
-            workers["http"].ask({"stop": True})
-        for worker in workers.values():
-            worker.close()
+        task = progress.add_task("starting", total=(repeats + 1) * sum(map(len, plans)))
+        for plan in plans:
+            workers = {kind: Worker(kind) for kind in dict.fromkeys(kind for _, kind, _ in plan)}
+            for number in range(repeats + 1):  # the first round warms up and does not count
+                for name, kind, command in plan:
+                    progress.update(task, advance=1, description=f"{name}, round {number} of {repeats}")
+                    sample = workers[kind].ask(command)
+                    if number:
+                        samples.setdefault(name, []).append(sample)
+            if "http" in workers:
+                workers["http"].ask({"stop": True})
+            for worker in workers.values():
+                worker.close()
     return report(samples, with_http)
 
 
