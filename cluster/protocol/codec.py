@@ -187,6 +187,18 @@ def _check_support(block: m.DraftBlock | m.VerifyRequest) -> None:
         raise ProtocolError(f"support rows must rise from 0 to {len(ids)}")
 
 
+def _check_logprobs(message: m.Committed | m.VerifyResult) -> None:
+    """Only the shapes; how many tokens there are to speak of is judged where they are committed."""
+    logprobs = message.logprobs
+    if logprobs is None:
+        return
+    tokens, best = len(logprobs.chosen), len(logprobs.top_ids)
+    if best != len(logprobs.top) or (best % tokens if tokens else best):
+        raise ProtocolError(
+            f"log-probabilities of {tokens} tokens came with {best} best ids, {len(logprobs.top)} values"
+        )
+
+
 def _check_draft_request(request: m.DraftRequest) -> None:
     if len(request.new_tokens) > request.base_len:
         raise ProtocolError(f"{len(request.new_tokens)} new tokens cannot end at length {request.base_len}")
@@ -205,6 +217,8 @@ def _check_load_report(report: m.LoadReport) -> None:
 _CHECKS: dict[type[Message], Callable[[Any], None]] = {
     m.DraftBlock: _check_draft_block,
     m.VerifyRequest: _check_support,
+    m.VerifyResult: _check_logprobs,
+    m.Committed: _check_logprobs,
     m.DraftRequest: _check_draft_request,
     m.Generate: _check_prompt,
     m.OpenSession: _check_prompt,

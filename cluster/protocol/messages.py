@@ -14,11 +14,12 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Tokens: TypeAlias = NDArray[np.int32]  # [n] token ids
 Confidence: TypeAlias = NDArray[np.float32]  # [n] in [0, 1]
 Counts: TypeAlias = NDArray[np.uint16]  # [n] count - 1
+Logs: TypeAlias = NDArray[np.float32]  # [n] natural logarithms
 
 Rule: TypeAlias = Literal["coupled", "ratio"]
 Law: TypeAlias = Literal["point", "sparse"]
@@ -43,6 +44,7 @@ class SamplingParams:
 
     temperature 0 is greedy. top_k 0 and top_p 1 are off. `key` is the request's 64-bit random key (the seed, if one was
     given), `choice` the index among the n choices of one request. max_tokens counts output tokens from prompt_len.
+    What follows `choice` is off by default; outrider_kernels.processors says what each does and in which order.
     """
 
     max_tokens: int
@@ -53,6 +55,15 @@ class SamplingParams:
     rule: Rule = "coupled"
     key: int = 0
     choice: int = 0
+    min_p: float = 0.0  # least probability of a token, relative to the best one's
+    repetition_penalty: float = 1.0  # of tokens in prompt or output
+    frequency_penalty: float = 0.0  # for each time in the output
+    presence_penalty: float = 0.0  # of tokens in the output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added); ids are distinct
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
+    allowed_token_ids: tuple[int, ...] = ()  # empty = all
+    min_tokens: int = 0  # no stop token before so many output tokens
+    logprobs: int | None = None  # report log-probabilities, with those of so many best tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,22 @@ class Speculation:
     enabled: bool = True
     max_depth: int | None = None
     drafter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The target's raw log-probabilities (before temperature and processors) of n committed tokens, in order, and of
+    the k best tokens at each of their places, best first."""
+
+    chosen: Logs  # [n]
+    top_ids: Tokens  # [n * k]
+    top: Logs  # [n * k]
+
+    def of(self, start: int, stop: int) -> "TokenLogprobs":
+        """Those of the tokens start .. stop-1."""
+        k = len(self.top_ids) // max(1, len(self.chosen))
+        places = slice(start * k, stop * k)
+        return TokenLogprobs(self.chosen[start:stop], self.top_ids[places], self.top[places])
 
 
 # --- handshake ---------------------------------------------------------------------------------------------------
@@ -125,6 +152,7 @@ class Committed:
     finish_reason: FinishReason | None = None
     stats: RoundStats | None = None
     error: str = ""
+    logprobs: TokenLogprobs | None = None  # of token_ids, when the request asks for them
 
 
 # --- router <-> drafter ------------------------------------------------------------------------------------------
@@ -228,6 +256,7 @@ class VerifyResult:
     error: str = ""
     step_ms: float = 0.0  # duration of the pass that produced it
     step_rows: int = 0  # rows in that pass, all sessions together
+    logprobs: TokenLogprobs | None = None  # of the committed tokens, when the request asks for them
 
 
 # --- any to any --------------------------------------------------------------------------------------------------

@@ -31,6 +31,10 @@ _INT_BOUNDS: dict[str, tuple[int, int | None]] = {
     "next_token": (-1, 2**31 - 1),
     "kept_len": (-1, 2**31 - 1),
 }
+# Durations, shares and the like are 0 .. _MAX_FLOAT. The exceptions:
+_FLOAT_BOUNDS: dict[str, tuple[float, float]] = dict.fromkeys(
+    ("frequency_penalty", "presence_penalty", "logit_bias"), (-_MAX_FLOAT, _MAX_FLOAT)
+)
 
 
 class ArrayReader:
@@ -154,7 +158,8 @@ def _bounded(name: str, hint: Any) -> Any:
         low, high = _INT_BOUNDS.get(name, (0, 2**31 - 1))
         return Annotated[int, Meta(ge=low, le=high)]
     if hint is float:
-        return Annotated[float, Meta(ge=0.0, le=_MAX_FLOAT)]
+        least, most = _FLOAT_BOUNDS.get(name, (0.0, _MAX_FLOAT))
+        return Annotated[float, Meta(ge=least, le=most)]
     if hint is str:
         is_id = name in ("session_id", "replica_id")
         return Annotated[str, Meta(min_length=int(is_id), max_length=MAX_NAME if is_id else _MAX_TEXT)]

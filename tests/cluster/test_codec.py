@@ -41,10 +41,32 @@ samplings = st.builds(
     rule=st.sampled_from(["coupled", "ratio"]),
     key=st.integers(0, 2**64 - 1),
     choice=lengths,
+    min_p=unit,
+    repetition_penalty=st.floats(0, 2),
+    frequency_penalty=st.floats(-2, 2),
+    presence_penalty=st.floats(-2, 2),
+    logit_bias=st.lists(st.tuples(lengths, st.floats(-100, 100)), max_size=3).map(tuple),
+    bad_words=st.lists(st.lists(lengths, max_size=3).map(tuple), max_size=3).map(tuple),
+    allowed_token_ids=st.lists(lengths, max_size=3).map(tuple),
+    min_tokens=lengths,
+    logprobs=st.none() | lengths,
 )
 speculations = st.builds(m.Speculation, st.booleans(), st.none() | lengths, texts)
 stats = st.builds(m.RoundStats, lengths, lengths, durations, durations, durations)
 loads = st.lists(st.tuples(lengths, durations), max_size=4).map(tuple)
+
+
+def logs(size: int) -> st.SearchStrategy[m.Logs]:
+    return st.lists(st.floats(-1e9, 0, width=32), min_size=size, max_size=size).map(lambda v: np.array(v, np.float32))
+
+
+@st.composite
+def logprobs(draw: st.DrawFn) -> m.TokenLogprobs | None:
+    if draw(st.booleans()):
+        return None
+    n, k = draw(st.integers(0, 4)), draw(st.integers(0, 3))
+    ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=n * k, max_size=n * k))
+    return m.TokenLogprobs(draw(logs(n)), as_tokens(ids), draw(logs(n * k)))
 
 
 @st.composite
@@ -96,11 +118,11 @@ any_message: st.SearchStrategy[Message] = st.one_of(
     with_prompt(m.OpenSession),
     draft_requests(),
     draft_blocks(),
-    st.builds(m.Committed, names, wide, lengths, tokens, finish, st.none() | stats, texts),
+    st.builds(m.Committed, names, wide, lengths, tokens, finish, st.none() | stats, texts, logprobs()),
     verify_requests(),
     st.builds(
         m.VerifyResult,
-        names, epochs, wide, lengths, lengths, st.integers(-1, 2**31 - 1), finish, texts, durations, lengths,
+        names, epochs, wide, lengths, lengths, st.integers(-1, 2**31 - 1), finish, texts, durations, lengths, logprobs(),
     ),
     st.builds(m.Close, names, epochs, st.integers(-1, 2**31 - 1)),
     st.builds(m.Stale, names, wide, epochs, lengths),
@@ -184,6 +206,10 @@ def support_of(sizes: list[int]) -> m.DraftSupport:
     return m.DraftSupport(as_tokens(range(total)), as_tokens(np.cumsum([0, *sizes])), counts)
 
 
+def logprobs_of(tokens: int, best: int) -> m.TokenLogprobs:
+    return m.TokenLogprobs(np.zeros(tokens, np.float32), as_tokens(range(best)), np.zeros(best, np.float32))
+
+
 @pytest.mark.parametrize("wrong", [np.arange(3), np.zeros((2, 2), dtype=np.int32), np.zeros(2, np.float32), [1, 2]])
 def test_an_array_of_another_type_or_shape_is_refused_at_the_sender(wrong: Any) -> None:
     with pytest.raises(TypeError, match="one-dimensional int32"):
@@ -223,6 +249,14 @@ BAD: list[tuple[Any, str]] = [
     (m.Close("s", Epoch(1, 2), -2), ">= -1"),
     (m.VerifyResult("s", Epoch(1, 2), 3, 4, 0, -2), ">= -1"),
     (m.VerifyResult("s", Epoch(1, 2), 3, 4, 0, 1, error="x" * 70_000), "length <= 65536"),
+    (
+        m.VerifyResult("s", Epoch(1, 2), 3, 4, 0, 1, logprobs=logprobs_of(2, 3)),
+        "2 tokens came with 3 best ids, 3 values",
+    ),
+    (m.VerifyResult("s", Epoch(1, 2), 3, 4, 0, 1, logprobs=logprobs_of(0, 1)), "0 tokens came with 1 best ids"),
+    (m.OpenSession("s", Epoch(1, 2), as_tokens([1]), 1, replace(SAMPLING, presence_penalty=math.nan)), "float"),
+    (m.OpenSession("s", Epoch(1, 2), as_tokens([1]), 1, replace(SAMPLING, min_p=-0.1)), ">= 0"),
+    (m.OpenSession("s", Epoch(1, 2), as_tokens([1]), 1, replace(SAMPLING, logit_bias=((-1, 1.0),))), ">= 0"),
 ]
 
 
@@ -290,7 +324,7 @@ def test_the_hand_made_frame_of_these_tests_is_a_good_one() -> None:
         (b"", "0 bytes, a header takes 16"),
         (b"OUTR", "4 bytes"),
         (b"HTTP" + frame_of([])[4:], "magic"),
-        (frame_of([], version=9), "expected protocol version 2, got 9"),
+        (frame_of([], version=9), "expected protocol version 3, got 9"),
         (frame_of([])[:-1], "the frame has"),
         (frame_of([]) + b"\0", "the frame has"),
         (frame_of([])[:-1] + b"\1", "padding"),

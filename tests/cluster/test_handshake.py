@@ -45,7 +45,7 @@ def test_no_other_two_roles_have_a_link(one: Hello, other: Hello) -> None:
 
 
 def test_different_protocol_versions_are_refused_with_both() -> None:
-    with pytest.raises(HandshakeRefused, match=r"'router-0' speaks 1.*'verifier-0' speaks 2"):
+    with pytest.raises(HandshakeRefused, match=r"'router-0' speaks 3.*'verifier-0' speaks 2"):
         check_compatible(ROUTER, replace(VERIFIER, protocol_version=2))
 
 
