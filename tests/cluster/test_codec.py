@@ -122,7 +122,8 @@ any_message: st.SearchStrategy[Message] = st.one_of(
     verify_requests(),
     st.builds(
         m.VerifyResult,
-        names, epochs, wide, lengths, lengths, st.integers(-1, 2**31 - 1), finish, texts, durations, lengths, logprobs(),
+        names, epochs, wide, lengths, lengths, st.integers(-1, 2**31 - 1), finish, texts, durations, lengths,
+        logprobs(),
     ),
     st.builds(m.Close, names, epochs, st.integers(-1, 2**31 - 1)),
     st.builds(m.Stale, names, wide, epochs, lengths),
