@@ -5,13 +5,12 @@ expected comes from the same server's greedy text without the parameter: a stop 
 sixth token banned. A parameter that changes nothing, or that no accepted draft met, has not been tested.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 from cluster.check.answer import Answer, Ask
 from cluster.check.compare import same, same_greedy
 from cluster.check.errors import NotCheckable
-from cluster.check.finding import Cell, Verdict, drafts_seen, passed, violation, worst
+from cluster.check.finding import Cell, Verdict, passed, tested, violation, worst
 from cluster.check.prompts import COPY, SHORT_ANSWER
 from cluster.check.twins import Twins
 
@@ -54,7 +53,7 @@ class BlockParameters:
             if plain is not None:
                 verdicts.append(await same_greedy(twins, ask, fast, plain, self._tolerance))
             seen.append(fast)
-        return _tested(verdicts, seen, f"{len(seen)} stop strings")
+        return tested(verdicts, seen, f"{len(seen)} stop strings")
 
     async def _max_tokens(self, twins: Twins) -> Verdict:
         """An answer that is cut has exactly so many tokens; only a stop of its own may make it shorter."""
@@ -66,13 +65,14 @@ class BlockParameters:
             if plain is not None:
                 verdicts.append(await same_greedy(twins, ask, fast, plain, self._tolerance))
             seen.append(fast)
-        return _tested(verdicts, seen, f"max_tokens {', '.join(map(str, LIMITS))}")
+        return tested(verdicts, seen, f"max_tokens {', '.join(map(str, LIMITS))}")
 
     async def _natural_end(self, twins: Twins) -> Verdict:
         ask = Ask(SHORT_ANSWER, NATURAL_END)
         fast, plain = await twins.both(ask)
-        _needs_end(plain)
-        return await same_greedy(twins, ask, fast, plain, self._tolerance)
+        length = _needs_end(plain)
+        verdict = await same_greedy(twins, ask, fast, plain, self._tolerance)
+        return worst([verdict, passed(f"ends by itself after {length} tokens")])
 
     async def _ignore_eos(self, twins: Twins) -> Verdict:
         natural = await twins.plain.ask(Ask(SHORT_ANSWER, NATURAL_END))
@@ -80,7 +80,8 @@ class BlockParameters:
         ask = Ask(SHORT_ANSWER, length, extra={"ignore_eos": True})
         fast, plain = await twins.both(ask)
         verdicts = [within_limit(fast, length), await same_greedy(twins, ask, fast, plain, self._tolerance)]
-        return _with_effect(worst(verdicts), plain, natural, "ignore_eos")
+        verdict = _with_effect(worst(verdicts), plain, natural, "ignore_eos")
+        return worst([verdict, passed(f"{length} tokens")])
 
     async def _min_tokens(self, twins: Twins) -> Verdict:
         natural = await twins.plain.ask(Ask(SHORT_ANSWER, NATURAL_END))
@@ -88,23 +89,24 @@ class BlockParameters:
         fast, plain = await twins.both(Ask(SHORT_ANSWER, least + 16, extra={"min_tokens": least}))
         if fast.tokens is not None and plain.tokens is not None and fast.tokens < least <= plain.tokens:
             return violation(f"{fast.tokens} tokens, min_tokens was {least}", fast=fast.text)
-        return _with_effect(same(fast, plain), plain, natural, "min_tokens")
+        verdict = _with_effect(same(fast, plain), plain, natural, "min_tokens")
+        return worst([verdict, passed(f"at least {least} tokens")])
 
     async def _stop_token(self, twins: Twins, base: Answer) -> Verdict:
         token = await _token_within(twins, base)
         fast, plain = await twins.both(Ask(COPY, LENGTH, extra={"stop_token_ids": [token]}))
         verdict = _with_effect(same(fast, plain), plain, base, "stop_token_ids")
-        return _tested([verdict], [fast], f"token {token}, {fast.tokens} tokens")
+        return tested([verdict], [fast], f"token {token}, {fast.tokens} tokens")
 
     async def _logit_bias(self, twins: Twins, base: Answer) -> Verdict:
         token = await _token_within(twins, base)
         fast, plain = await twins.both(Ask(COPY, LENGTH, extra={"logit_bias": {str(token): BAN}}))
         verdict = _with_effect(same(fast, plain), plain, base, "logit_bias")
-        return _tested([verdict], [fast], f"token {token} banned")
+        return tested([verdict], [fast], f"token {token} banned")
 
     async def _penalty(self, twins: Twins, base: Answer, name: str, value: float) -> Verdict:
         fast, plain = await twins.both(Ask(COPY, LENGTH, extra={name: value}))
-        return _tested([_with_effect(same(fast, plain), plain, base, name)], [fast], f"{name} {value:g}")
+        return tested([_with_effect(same(fast, plain), plain, base, name)], [fast], f"{name} {value:g}")
 
     async def _together(self, twins: Twins, base: Answer) -> Verdict:
         if not twins.controlled:
@@ -112,7 +114,8 @@ class BlockParameters:
         token = await _token_within(twins, base)
         extra = {"seed": 42, "top_p": 0.9, "logit_bias": {str(token): BAN}, "min_tokens": 8, **PENALTIES}
         ask = Ask(COPY, LENGTH, temperature=0.8, extra={**extra, "stop": ["\n\n\n", "zebra"]})
-        return same(*await twins.both(ask))
+        fast, plain = await twins.both(ask)
+        return tested([same(fast, plain)], [fast], f"{len(ask.extra)} parameters")
 
 
 def stops_within(text: str, wanted: int = 3) -> list[str]:
@@ -149,12 +152,6 @@ def within_limit(answer: Answer, limit: int) -> Verdict:
     if answer.finish_reason == "length" and answer.tokens not in (None, limit):
         return violation(f"finish_reason 'length' after {answer.tokens} tokens, max_tokens was {limit}")
     return passed()
-
-
-def _tested(verdicts: Sequence[Verdict], seen: Sequence[Answer], what: str) -> Verdict:
-    """The worst verdict; a pass only if accepted drafts were there to be judged."""
-    verdict = worst(verdicts)
-    return verdict if verdict.outcome != "passed" else passed(f"{what}; {drafts_seen(seen, 'accepted')}")
 
 
 def _needs_end(natural: Answer) -> int:

@@ -10,17 +10,25 @@ from cluster.check.errors import CouldNotRun
 from cluster.check.report import print_report, write_json
 from cluster.check.run import Options, run_checks
 
+PIPED_WIDTH = 160  # characters of the table where no terminal says how many there are
+
 
 def check_endpoint(options: Options, api_key: str, json_file: Path | None) -> int:
     """The exit code: 0 no violation, 1 a violation, 2 could not be told."""
     errors = Console(stderr=True)
     try:
+        if json_file is not None and not json_file.parent.is_dir():
+            raise CouldNotRun(f"{json_file.parent} is no directory to write a report to")
         with _Bars(errors) as bars:
             report = asyncio.run(run_checks(options, api_key=api_key, on_done=bars.show))
     except CouldNotRun as reason:
         errors.print(f"outrider check: {reason}", markup=False, soft_wrap=True)
         return 2
-    print_report(report, Console())
+    except KeyboardInterrupt:
+        errors.print("outrider check: interrupted, nothing is told")
+        return 2
+    out = Console()
+    print_report(report, out if out.is_terminal else Console(width=PIPED_WIDTH))
     if json_file is not None:
         write_json(report, json_file)
     return report.exit_code

@@ -6,7 +6,7 @@ violation, also a difference that cannot be explained because the server gives n
 """
 
 from cluster.check.answer import Answer, Ask, TokenLogprob
-from cluster.check.errors import NotCheckable
+from cluster.check.errors import NotCheckable, OutOfTime, RequestFailed
 from cluster.check.finding import Verdict, passed, violation
 from cluster.check.twins import Twins
 
@@ -53,7 +53,8 @@ async def _explain(twins: Twins, ask: Ask, tolerance: float) -> tuple[str, float
     """(words, gap between the two tokens where the texts part; None = unresolved)."""
     try:
         fast, plain = await twins.both(Ask(ask.prompt, ask.max_tokens, ask.temperature, ask.extra, logprobs=True))
-    except NotCheckable as reason:
+    except (NotCheckable, OutOfTime, RequestFailed) as reason:
+        # The difference has been seen: that it cannot be explained does not undo it.
         return f"unresolved: no log-probabilities ({reason})", None
     if not fast.logprobs or not plain.logprobs:
         return "unresolved: the server gives no log-probabilities", None

@@ -77,6 +77,12 @@ def worst(verdicts: Sequence[Verdict]) -> Verdict:
     return min(verdicts, key=lambda verdict: (order.index(verdict.outcome), not verdict.detail))
 
 
+def tested(verdicts: Sequence[Verdict], fast: Sequence[Answer], what: str) -> Verdict:
+    """The worst verdict; a pass only if accepted drafts were there to be judged (else raises NotCheckable)."""
+    verdict = worst(verdicts)
+    return verdict if verdict.outcome != "passed" else passed(f"{what}; {drafts_seen(fast, 'accepted')}")
+
+
 def drafts_seen(answers: Sequence[Answer], what: Literal["accepted", "drafted"]) -> str:
     """A phrase that says how many draft tokens were at work. Raises NotCheckable when the server reports none.
 

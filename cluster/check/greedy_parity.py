@@ -5,7 +5,7 @@ from functools import partial
 
 from cluster.check.answer import Answer, Ask
 from cluster.check.compare import difference, same_greedy
-from cluster.check.finding import Cell, Verdict, passed, violation, worst
+from cluster.check.finding import Cell, Verdict, passed, tested, violation, worst
 from cluster.check.prompts import COPY, PROMPTS, Prompt
 from cluster.check.twins import DEPTHS, Twins
 
@@ -46,4 +46,5 @@ class GreedyParity:
         ask = Ask(COPY, 40)
         plain = await twins.plain.ask(ask)
         answers = [await twins.fast.ask(ask, max_depth=depth) for depth in DEPTHS]
-        return worst([await same_greedy(twins, ask, fast, plain, self._tolerance) for fast in answers])
+        verdicts = [await same_greedy(twins, ask, fast, plain, self._tolerance) for fast in answers]
+        return tested(verdicts, answers, "one text")

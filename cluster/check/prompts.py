@@ -14,8 +14,9 @@ PARAGRAPH = (
 )
 # A model that can copy at all copies here, so that whole blocks of a lookup drafter are accepted.
 COPY = f"{PARAGRAPH}\n\n{PARAGRAPH}\n\nThe lamp room of the lighthouse"
-# Few likely continuations and a history to look them up in: its first tokens have a law that can be counted.
-COLOURS = "red blue red green red blue blue red green blue red blue red green red blue blue red green blue red"
+# Two likely continuations at every step, and a history to look them up in: three tokens have a law that can be counted,
+# and drafts that are accepted about half the time.
+YES_NO = "yes no no yes no yes yes yes no no yes no yes no no no yes yes no yes yes no no yes"
 STORY = "Once upon a time, in a village between two rivers, there lived"
 
 

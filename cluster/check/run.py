@@ -16,6 +16,7 @@ from cluster.check.at_work import AtWork
 from cluster.check.block_parameters import BlockParameters
 from cluster.check.budget import Budget
 from cluster.check.endpoint import Endpoint
+from cluster.check.errors import CouldNotRun
 from cluster.check.finding import Cell, Finding, OnDone, Verdict, judge, judge_cells, passed
 from cluster.check.greedy_parity import GreedyParity
 from cluster.check.logprobs import Logprobs
@@ -63,7 +64,10 @@ async def run_checks(
     async with AsyncExitStack() as stack:
 
         async def connect(url: str, via: httpx.AsyncBaseTransport | None) -> Endpoint:
-            endpoint = Endpoint(url, budget, model=options.model, api_key=api_key, transport=via)
+            try:
+                endpoint = Endpoint(url, budget, model=options.model, api_key=api_key, transport=via)
+            except httpx.InvalidURL as error:
+                raise CouldNotRun(f"{url[:200]!r} is no URL: {error}") from error
             stack.push_async_callback(endpoint.close)
             await endpoint.connect()
             return endpoint

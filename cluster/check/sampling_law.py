@@ -19,7 +19,7 @@ from cluster.check.chi_square import REST, Homogeneity, detectable_shift, two_sa
 from cluster.check.endpoint import CONCURRENCY
 from cluster.check.errors import NotCheckable, OutOfTime
 from cluster.check.finding import Cell, OnDone, Verdict, drafts_seen, passed, violation
-from cluster.check.prompts import COLOURS
+from cluster.check.prompts import YES_NO
 from cluster.check.together import together
 from cluster.check.twins import Twins
 
@@ -94,7 +94,7 @@ class SamplingLaw:
         return [cell(variant) for variant in variants]
 
     async def _variant(self, twins: Twins, variant: Variant, level: float) -> Verdict:
-        ask = await _with_all_tokens_allowed(twins, Ask(COLOURS, DRAW_TOKENS, variant.temperature, variant.extra))
+        ask = await _with_all_tokens_allowed(twins, Ask(YES_NO, DRAW_TOKENS, variant.temperature, variant.extra))
         draws = await self._draw(twins, ask, variant)
         n = len(draws.fast)
         if n < MIN_DRAWS:

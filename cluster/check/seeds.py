@@ -10,13 +10,13 @@ from cluster.check.answer import Answer, Ask
 from cluster.check.compare import difference, same
 from cluster.check.errors import NotCheckable
 from cluster.check.finding import Cell, Verdict, drafts_seen, passed, violation, worst
-from cluster.check.prompts import COLOURS, STORY
+from cluster.check.prompts import STORY, YES_NO
 from cluster.check.together import together
 from cluster.check.twins import DEPTHS, Arm, Twins
 
 SEEDS = (1, 42, 2**31 - 1)
 MANY = 6  # texts that must not all be equal
-ASKS = tuple(Ask(prompt, 24, temperature=0.9, extra={"top_p": 0.95}) for prompt in (STORY, COLOURS))
+ASKS = tuple(Ask(prompt, 24, temperature=0.9, extra={"top_p": 0.95}) for prompt in (STORY, YES_NO))
 
 
 class Seeds:

@@ -34,7 +34,8 @@ class UsageCounts:
             plain = _needs_usage(await twins.other.ask(ask))
             if plain.prompt_tokens != usage.prompt_tokens:
                 return violation(f"{usage.prompt_tokens} prompt tokens, {plain.prompt_tokens} without speculation")
-        return passed(f"{usage.prompt_tokens} + {usage.completion_tokens} tokens, {answer.pieces} pieces")
+        pieces = f" in {answer.pieces} pieces" if ask.stream else ""
+        return passed(f"{usage.completion_tokens} tokens{pieces} after {usage.prompt_tokens} of the prompt")
 
     async def _cut(self, twins: Twins) -> Verdict:
         """The tokens behind the stop string do not count, though their block was accepted."""

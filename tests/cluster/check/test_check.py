@@ -8,6 +8,7 @@ import httpx
 import pytest
 from rich.console import Console
 
+from cluster.check.command import check_endpoint
 from cluster.check.errors import CouldNotRun
 from cluster.check.finding import Finding
 from cluster.check.report import Report, print_report, write_json
@@ -118,10 +119,11 @@ async def test_what_a_server_refuses_is_skipped_with_its_reason() -> None:
     assert report.exit_code == 0
 
 
-@pytest.mark.parametrize("name", ["min_tokens", "logit_bias", "stop_token_ids", "ignore_eos", "presence_penalty"])
-async def test_a_parameter_without_effect_is_not_passed(name: str) -> None:
-    report = await check(Toy(ignores=frozenset({name})))
-    assert "changes nothing" in outcomes(report, "skipped")["parameters in blocks", name]
+async def test_a_parameter_without_effect_is_not_passed() -> None:
+    names = ("min_tokens", "logit_bias", "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty")
+    skipped = outcomes(await check(Toy(ignores=frozenset(names))), "skipped")
+    for name in names:
+        assert "changes nothing" in skipped["parameters in blocks", name]
 
 
 async def test_without_a_way_to_turn_speculation_off_nothing_is_proved() -> None:
@@ -187,6 +189,16 @@ async def test_a_busy_server_is_asked_again() -> None:
     report = await run_checks(OPTIONS, transport=Busy())
     assert refused == 3
     assert report.exit_code == 0
+
+
+async def test_a_report_needs_a_directory_before_anything_is_asked(tmp_path: Path) -> None:
+    assert check_endpoint(OPTIONS, "", tmp_path / "missing" / "report.json") == 2
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "toy:8000", "ftp://toy"])
+async def test_what_is_no_url_is_told(url: str) -> None:
+    with pytest.raises(CouldNotRun):
+        await run_checks(Options(url))
 
 
 def finding(outcome: str, check: str = "greedy parity") -> Finding:
