@@ -89,6 +89,14 @@ def test_killing_a_verifier_does_not_change_the_text(server: Server, undisturbed
     wait_until_whole(server)
 
 
+def test_killing_the_router_does_not_change_the_text(server: Server, undisturbed: list[str]) -> None:
+    wait_until_whole(server)
+    streams = streaming(server)
+    os.kill(pid_of(next(iter(server.replicas("router")))), signal.SIGKILL)
+    assert [finished(s) for s in streams] == undisturbed
+    wait_until_whole(server)
+
+
 def test_a_client_that_goes_away_frees_both_pools_within_three_seconds(server: Server) -> None:
     wait_until_whole(server)
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
