@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Literal
 
-from cluster.protocol.messages import OpenSession, Refused
+from cluster.protocol.messages import OpenSession, Refused, SamplingParams
 from outrider_kernels.page_table import PageTable
 from verifier_service.session import Session
 
@@ -37,7 +37,7 @@ class Admission:
         why = self._fault(message)
         if why:
             return _refusal(message, "invalid", why)
-        session = Session(message, self._limit(message), now_s)
+        session = Session(message, self._limit(message), self._vocab_size, now_s)
         if session.kv_rows > self._pool_rows:
             return _refusal(
                 message, "invalid", f"needs {session.kv_rows} KV rows, the whole pool has {self._pool_rows}"
@@ -85,7 +85,25 @@ class Admission:
             return f"temperature {sampling.temperature} is not a finite number >= 0"
         if not (math.isfinite(sampling.top_p) and 0 < sampling.top_p <= 1) or sampling.top_k < 0:
             return f"top_p {sampling.top_p} must be in (0, 1], top_k {sampling.top_k} >= 0"
-        return ""
+        if not (0 <= sampling.min_p <= 1 and sampling.repetition_penalty > 0):
+            return f"min_p {sampling.min_p} must be in [0, 1], repetition_penalty {sampling.repetition_penalty} above 0"
+        numbers = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+        if not all(map(math.isfinite, (*numbers, *(bias for _, bias in sampling.logit_bias)))):
+            return "penalties and biases must be finite numbers"
+        return self._foreign_ids(sampling)
+
+    def _foreign_ids(self, sampling: SamplingParams) -> str:
+        """Ids that the sampling names and the target does not have: they would be read past a row's end."""
+        named = {
+            "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
+            "allowed_token_ids": sampling.allowed_token_ids,
+            "bad_words": [token_id for word in sampling.bad_words for token_id in word],
+        }
+        for field, ids in named.items():
+            bad = [token_id for token_id in ids if not 0 <= token_id < self._vocab_size]
+            if bad:
+                return f"{field}: token id {bad[0]} is outside the vocabulary of {self._vocab_size}"
+        return "bad_words: an empty sequence cannot be banned" if () in sampling.bad_words else ""
 
 
 def _refusal(message: OpenSession, code: Literal["invalid", "overloaded"], why: str) -> Refused:

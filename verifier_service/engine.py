@@ -227,16 +227,16 @@ class Engine:
     def _settle(self, session: Session, outcome: Outcome, step_ms: float, rows: int) -> VerifyResult | None:
         """Commit what was chosen; the cache keeps the committed rows only. None when the block is judged again."""
         depth = len(session.draft)
-        if not outcome.finite and depth:
+        if outcome.fault and depth:
             # The target's own next row may be sound: a draft must not fail a session.
-            logger.warning("session %s: logits are not finite, judged again without its draft", session.id)
+            logger.warning("session %s: judged again without its draft: %s", session.id, outcome.fault)
             session.draft = session.draft[:0]
             self._table.roll_back(session.id, session.length - 1)
             return None
-        if not outcome.finite:
+        if outcome.fault:
             self.counters.failed_sessions += 1
-            return self._end(session, session.fail("the target's logits are not finite"))
-        result = session.commit(outcome.num_accepted, outcome.next_token, step_ms, rows)
+            return self._end(session, session.fail(outcome.fault))
+        result = session.commit(outcome.num_accepted, outcome.next_token, step_ms, rows, outcome.logprobs)
         self._table.roll_back(session.id, session.length - 1)
         self.counters.verified_blocks += 1
         self.counters.drafted_tokens += depth

@@ -6,13 +6,14 @@ Knows nothing of pages or passes. `commit` is the only code that appends tokens.
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.protocol.messages import DraftSupport, OpenSession, VerifyRequest, VerifyResult
+from cluster.protocol.messages import DraftSupport, OpenSession, TokenLogprobs, VerifyRequest, VerifyResult
+from outrider_kernels.processors import rules_of
 
 
 class Session:
     """`limit` is the most tokens it may ever have: prompt plus max_tokens, within the target's context."""
 
-    def __init__(self, opened: OpenSession, limit: int, now_s: float) -> None:
+    def __init__(self, opened: OpenSession, limit: int, vocab_size: int, now_s: float) -> None:
         assert len(opened.tokens) < limit, (len(opened.tokens), limit)
         self.id = opened.session_id
         self.epoch = opened.epoch
@@ -23,6 +24,7 @@ class Session:
         self._tokens = np.zeros(limit, np.int64)
         self._tokens[: self.length] = opened.tokens
         self._stop_ids = np.array(opened.sampling.stop_token_ids, np.int64)
+        self.rules = rules_of(opened.sampling, self._tokens[: self.length], opened.prompt_len, vocab_size)
         self.pending: VerifyRequest | None = None
         self.draft: NDArray[np.int64] = np.empty(0, np.int64)  # of `pending`, as far as it can be judged
         self.support: DraftSupport | None = None  # what `draft`, and perhaps more, was drawn from
@@ -48,10 +50,17 @@ class Session:
         self.support = request.support if self.sampling.rule == "ratio" else None
         return len(wanted) - known
 
-    def commit(self, num_accepted: int, next_token: int, step_ms: float, step_rows: int) -> VerifyResult:
+    def commit(
+        self,
+        num_accepted: int,
+        next_token: int,
+        step_ms: float,
+        step_rows: int,
+        logprobs: TokenLogprobs | None = None,
+    ) -> VerifyResult:
         """Append what the target chose, cut at the first stop token and at the limit, and answer the pending block.
 
-        A stop token counts, and wins over the limit when both fall on the same token.
+        A stop token counts, and wins over the limit when both fall on the same token. logprobs: of what was chosen.
         """
         assert self.pending is not None
         chosen = np.append(self.draft[:num_accepted], next_token)
@@ -60,6 +69,8 @@ class Session:
         kept = int(stops[0]) + 1 if len(stops) else len(chosen)
         self._tokens[self.length : self.length + kept] = chosen[:kept]
         self.length += kept
+        if self.rules is not None:
+            self.rules.commit(chosen[:kept])
         whole = kept == len(chosen)
         self.last_result = VerifyResult(
             session_id=self.id,
@@ -71,6 +82,7 @@ class Session:
             finish_reason="stop" if len(stops) else "length" if self.length == self.limit else None,
             step_ms=step_ms,
             step_rows=step_rows,
+            logprobs=logprobs and logprobs.of(0, kept),
         )
         self.pending = None
         return self.last_result

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cluster.protocol.messages import SamplingParams
 from outrider_kernels.accept import SamplingRows, choose_tokens
+from outrider_kernels.processors import RuledBlock, process, rules_of
 from outrider_kernels.ragged_batch import RaggedBatch
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -63,17 +64,25 @@ class ScriptedLaw:
             seen = _mix(seen + (token + 2).astype(np.uint64) * _GOLDEN)
         return seen
 
-    def next_token(self, tokens: Sequence[int] | NDArray[np.integer], sampling: SamplingParams) -> int:
-        """What the target itself chooses after these tokens, under the greedy or the coupled rule."""
+    def next_token(
+        self, tokens: Sequence[int] | NDArray[np.integer], sampling: SamplingParams, prompt_len: int | None = None
+    ) -> int:
+        """What the target itself chooses after these tokens, under the greedy or the coupled rule.
+
+        prompt_len None takes all of them for the prompt: whoever asks for rules that look at the output must say.
+        """
         rows = SamplingRows.of([sampling], [len(tokens)])
-        logits = torch.from_numpy(self.logits(tokens))[None]
-        return int(choose_tokens(logits, rows, torch.tensor([len(tokens)]))[0])
+        held = np.asarray(tokens, np.int64)
+        rules = rules_of(sampling, held, len(held) if prompt_len is None else prompt_len, self.vocab_size)
+        blocks = [] if rules is None else [RuledBlock(rules, 0, held[:0])]
+        logits = process(torch.from_numpy(self.logits(held))[None], blocks)
+        return int(choose_tokens(logits, rows, torch.tensor([len(held)]))[0])
 
     def text(self, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
         """The output for a prompt, token by token without speculation: up to max_tokens or a stop token."""
         tokens = list(prompt)
         while len(tokens) < len(prompt) + sampling.max_tokens:
-            tokens.append(self.next_token(tokens, sampling))
+            tokens.append(self.next_token(tokens, sampling, len(prompt)))
             if tokens[-1] in sampling.stop_token_ids:
                 break
         return tokens[len(prompt) :]

@@ -30,6 +30,7 @@ class SamplingRows:
     choice: Tensor  # int64
     base_len: Tensor  # int64; absolute position of the first choice
     ratio: Tensor  # bool; the ratio test instead of the coupled race
+    min_p: Tensor | None = None  # float32, 0 = off; None = off in every row
 
     @staticmethod
     def of(
@@ -42,6 +43,7 @@ class SamplingRows:
 
         # A float64 temperature may be past float32's range; as infinity it would make NaN of a banned token.
         highest = torch.finfo(torch.float32).max
+        min_p = [params.min_p for params in sampling]
         return SamplingRows(
             temperature=column([min(params.temperature, highest) for params in sampling], torch.float32),
             top_k=column([params.top_k for params in sampling], torch.int64),
@@ -50,6 +52,7 @@ class SamplingRows:
             choice=column([params.choice for params in sampling], torch.int64),
             base_len=column(list(base_lens), torch.int64),
             ratio=column([params.rule == "ratio" for params in sampling], torch.bool),
+            min_p=column(min_p, torch.float32) if any(min_p) else None,
         )
 
     def take(self, sessions: Tensor) -> "SamplingRows":
@@ -62,6 +65,7 @@ class SamplingRows:
             self.choice[sessions],
             self.base_len[sessions],
             self.ratio[sessions],
+            None if self.min_p is None else self.min_p[sessions],
         )
 
 
@@ -74,11 +78,11 @@ def accept_blocks(
 ) -> tuple[Tensor, Tensor]:
     """(num_accepted [S] int64, next_token [S] int64): the accepted prefix of each block and the token after it.
 
-    logits [rows, vocab] float32, all sessions flattened; row_starts [S+1] int64 bounds each session's rows (at least
-    one each); draft_ids [rows] int64 is the draft token that row judges, -1 on each session's last row, which has
-    none. Row i of session s chooses the token at absolute position base_len[s] + i. supports are the distributions
-    that the draft tokens were drawn from, of all the rows of a session's block or of none of them (point drafts); only
-    the ratio rule looks at them, and judges the block by block verification.
+    logits [rows, vocab] float32 as processors.py leaves them, all sessions flattened; row_starts [S+1] int64 bounds
+    each session's rows (at least one each); draft_ids [rows] int64 is the draft token that row judges, -1 on each
+    session's last row, which has none. Row i of session s chooses the token at absolute position base_len[s] + i.
+    supports are the distributions that the draft tokens were drawn from, of all the rows of a session's block or of
+    none of them (point drafts); only the ratio rule looks at them, and judges the block by block verification.
     """
     assert bool((row_starts.diff() > 0).all()), "every session needs a row for the token after its block"
     if supports is None:
@@ -204,4 +208,4 @@ def _recover_or_bonus(log_target: Tensor, rejected: Tensor, sampling: SamplingRo
 
 
 def _distribution(logits: Tensor, rows: SamplingRows) -> Tensor:
-    return target_distribution(logits, rows.temperature, rows.top_k, rows.top_p)
+    return target_distribution(logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p)
