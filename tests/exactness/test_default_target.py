@@ -3,7 +3,6 @@
 Greedy text must be transformers' own; sampled text must be what the same system says without speculation.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from cluster.protocol.messages import SamplingParams, Speculation
 from cluster.simulator.scripted_drafters import ScriptedDrafter, always_wrong, oracle
 from tests.exactness.conftest import TOKENS, KnownTexts
 from tests.exactness.reference import Reference
+from tests.exactness.running import run_all
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
@@ -52,23 +52,6 @@ async def system(small_model: Path, known: KnownTexts) -> AsyncIterator[LocalSys
     }
     async with local_system(config, scripted) as running:
         yield running
-
-
-async def run_all(
-    system: LocalSystem,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sequence[SamplingParams],
-    speculation: Speculation,
-    concurrency: int,
-) -> list[Output]:
-    """All prompts, `concurrency` at a time."""
-    places = asyncio.Semaphore(concurrency)
-
-    async def one(prompt: Sequence[int], params: SamplingParams) -> Output:
-        async with places:
-            return await system.generate(prompt, params, speculation)
-
-    return list(await asyncio.gather(*(one(p, s) for p, s in zip(prompts, sampling, strict=True))))
 
 
 def check_drafts(outputs: Sequence[Output], drafter: str, depth: int) -> None:
