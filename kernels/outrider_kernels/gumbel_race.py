@@ -91,6 +91,25 @@ def race_rows(log_target: Tensor, key: Tensor, position: Tensor, choice: Tensor,
     return torch.cat(chosen)
 
 
+def race_shard(
+    log_target: Tensor, key: Tensor, position: Tensor, choice: Tensor, stream: Stream, offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(value [rows] float32, token id [rows] int64) of the best of each row of one vocabulary shard.
+
+    log_target [rows, shard] float32 holds the tokens offset .. offset + shard - 1, normalised or not but in all shards
+    relative to the same value; reduce_races over the shards gives the winner of the whole row.
+    """
+    ids = torch.arange(offset, offset + log_target.shape[-1], device=log_target.device).expand(len(log_target), -1)
+    value, place = (log_target + token_noise(ids, key, position, choice, stream)).max(dim=-1)
+    return value, place + offset
+
+
+def reduce_races(values: Tensor, ids: Tensor) -> Tensor:
+    """[rows] int64: the winners among the shards' best, both [shards, rows]. Ties go to the smaller id: shards come in
+    the order of their offsets."""
+    return ids.gather(0, values.argmax(dim=0, keepdim=True)).squeeze(0)
+
+
 # The noise lies in (-3.14, 22.88], so a token this far below the best one loses every race.
 _NOISE_SPREAD = math.log(2) * 33 + math.log(math.log(2) * 33) + 0.01
 

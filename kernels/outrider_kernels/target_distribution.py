@@ -1,4 +1,4 @@
-"""The target distribution of each row: raw logits through temperature, top-k and top-p, in that order.
+"""The target distribution of each row: raw logits through temperature, min-p, top-k and top-p, in that order.
 
 Owns the sampling filters and the threshold of greedy. Knows nothing of drafts, seeds or positions. A row's result
 depends on that row alone, and a token's membership on its logit alone: tokens that tie with the last one kept are kept
@@ -14,16 +14,21 @@ GREEDY_TEMPERATURE = 1e-5
 _FIRST_CANDIDATES = 256  # the first guess of how many tokens hold top_p of the mass
 
 
-def target_distribution(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def target_distribution(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None = None
+) -> Tensor:
     """[rows, vocab] float32 log-probabilities, -inf outside the support, which always holds the best token.
 
     logits [rows, vocab] float32 (-inf = banned, at least one finite a row); temperature [rows] float32, each at least
     GREEDY_TEMPERATURE (greedy rows are an argmax and do not come here); top_k [rows] int64, 0 = off; top_p [rows]
-    float32, 1 = off. top-p keeps the best tokens whose better ones hold less than top_p of what top-k left.
+    float32, 1 = off; min_p [rows] float32, 0 = off: tokens below min_p times the best one's probability go. top-p keeps
+    the best tokens whose better ones hold less than top_p of what top-k left.
     """
     # Relative to the best token before the division: float32 stays exact where the choice is made, whatever the scale.
     scores = logits - logits.amax(dim=-1, keepdim=True)
     scores.div_(temperature.clamp(GREEDY_TEMPERATURE, torch.finfo(torch.float32).max)[:, None])
+    if min_p is not None and bool((min_p > 0).any()):
+        scores.masked_fill_(scores < min_p.log()[:, None], -torch.inf)
     scores = _keep_top_k(scores, top_k)
     scores = _keep_top_p(scores, top_p)
     return scores.log_softmax(dim=-1)

@@ -6,7 +6,7 @@ import torch
 from outrider_kernels.target_distribution import GREEDY_TEMPERATURE, target_distribution
 
 
-def distribution(logits, temperature=1.0, top_k=0, top_p=1.0):
+def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=None):
     """The log-probabilities of one row, or of one row per given parameter."""
     logits = torch.as_tensor(logits, dtype=torch.float32)
     logits = logits[None] if logits.dim() == 1 else logits
@@ -15,7 +15,11 @@ def distribution(logits, temperature=1.0, top_k=0, top_p=1.0):
         return torch.as_tensor(value, dtype=dtype).expand(len(logits))
 
     return target_distribution(
-        logits, rows(temperature, torch.float32), rows(top_k, torch.int64), rows(top_p, torch.float32)
+        logits,
+        rows(temperature, torch.float32),
+        rows(top_k, torch.int64),
+        rows(top_p, torch.float32),
+        None if min_p is None else rows(min_p, torch.float32),
     )
 
 
@@ -52,6 +56,28 @@ def test_top_p_is_right_when_the_mass_spreads_over_thousands_of_tokens(top_p):
     expected = torch.tensor(by_definition(logits.double().tolist(), 1.0, 0, top_p))
     assert abs(int((ours > 0).sum()) - int((expected > 0).sum())) <= 1  # the sum's last bit may move the edge
     torch.testing.assert_close(ours, expected, rtol=1e-3, atol=3e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_min_p_drops_what_is_far_below_the_best_token_after_the_temperature(temperature):
+    logits = torch.randn(60, generator=torch.Generator().manual_seed(8)) * 2
+    full = distribution(logits, temperature)[0].exp()
+    kept = distribution(logits, temperature, min_p=0.1)[0]
+    assert torch.equal(kept.isfinite(), full >= 0.1 * full.max())
+    assert float(kept.exp().sum()) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_min_p_comes_before_top_p():
+    """Of 0.5, 0.3, 0.15, 0.05 min_p 0.2 leaves three, whose first two hold 0.8 / 0.95 of the mass."""
+    logits = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
+    assert distribution(logits, top_p=0.82, min_p=0.2)[0].isfinite().tolist() == [True, True, False, False]
+    assert distribution(logits, top_p=0.82)[0].isfinite().tolist() == [True, True, True, False]
+
+
+def test_min_p_off_changes_nothing_and_1_leaves_the_best():
+    logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(9))
+    assert torch.equal(distribution(logits, min_p=0.0), distribution(logits))
+    assert distribution(logits, min_p=[1.0, 0.0])[0].isfinite().sum() == 1
 
 
 def test_rows_with_different_parameters_do_not_disturb_each_other():
