@@ -1,5 +1,10 @@
 """The official client against `outrider serve` with the default model, in real processes."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import openai
 import pytest
 
@@ -101,3 +106,13 @@ def test_seeded_sampling_is_the_same_with_and_without_speculation(client: openai
         return done.choices[0].text
 
     assert text(True) == text(False)
+
+
+def test_the_example_in_the_readme_works(server: Server) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert "http://127.0.0.1:8000" in code
+    code = code.replace("http://127.0.0.1:8000", server.url).replace("stream=True,", "stream=True,\n    temperature=0,")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
