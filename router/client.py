@@ -249,10 +249,12 @@ class RoutedGeneration:
             self.lost(link, f"a burst at {burst.base_len} does not extend {self._len} tokens")
             return
         room = self._prompt_len + self._sampling.max_tokens - self._len
-        new = burst.token_ids[self._len - burst.base_len :][:room]
+        known = self._len - burst.base_len
+        new = burst.token_ids[known:][:room]
+        logprobs = burst.logprobs and burst.logprobs.of(known, known + len(new))
         if len(new) == 0 and burst.finish_reason is None:
             return
-        self._bursts.append(replace(burst, base_len=self._len, token_ids=new))
+        self._bursts.append(replace(burst, base_len=self._len, token_ids=new, logprobs=logprobs))
         self._pieces.append(new)
         self._len += len(new)
         self._deadline_s = None

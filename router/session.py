@@ -17,6 +17,7 @@ from cluster.protocol.messages import (
     Law,
     OpenSession,
     SamplingParams,
+    TokenLogprobs,
     Tokens,
     VerifyRequest,
     VerifyResult,
@@ -121,10 +122,11 @@ class SessionState:
             self.outstanding = None
             return self.burst(as_tokens(), "error", result.error or "the verifier could not go on")
         new = _committed_tokens(self.outstanding, result)
+        logprobs = self._checked_logprobs(result, len(new))
         self.outstanding = None
         self._append(new)
         reason = result.finish_reason or ("length" if self.remaining == 0 else None)
-        return self.burst(new, reason)
+        return replace(self.burst(new, reason), logprobs=logprobs)
 
     def truncate(self, kept_len: int) -> None:
         """Only so many tokens count (negative: the reader has gone); nothing outstanding counts any more."""
@@ -136,6 +138,14 @@ class SessionState:
         """What the ingress hears of the newest `new` tokens."""
         base_len = self._len - len(new)
         return Committed(self.session_id, self.epoch.incarnation, base_len, new, reason, error=error)
+
+    def _checked_logprobs(self, result: VerifyResult, tokens: int) -> TokenLogprobs | None:
+        if self.sampling.logprobs is None:
+            return None
+        given = 0 if result.logprobs is None else len(result.logprobs.chosen)
+        if given != tokens:
+            raise ProtocolError(f"expected log-probabilities of {tokens} tokens, got {given}")
+        return result.logprobs
 
     def _append(self, new: Tokens) -> None:
         end = self._len + len(new)

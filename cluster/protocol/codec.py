@@ -199,6 +199,12 @@ def _check_logprobs(message: m.Committed | m.VerifyResult) -> None:
         )
 
 
+def _check_committed(burst: m.Committed) -> None:
+    _check_logprobs(burst)
+    if burst.logprobs is not None and len(burst.logprobs.chosen) != len(burst.token_ids):
+        raise ProtocolError(f"{len(burst.token_ids)} tokens came with {len(burst.logprobs.chosen)} log-probabilities")
+
+
 def _check_draft_request(request: m.DraftRequest) -> None:
     if len(request.new_tokens) > request.base_len:
         raise ProtocolError(f"{len(request.new_tokens)} new tokens cannot end at length {request.base_len}")
@@ -218,7 +224,7 @@ _CHECKS: dict[type[Message], Callable[[Any], None]] = {
     m.DraftBlock: _check_draft_block,
     m.VerifyRequest: _check_support,
     m.VerifyResult: _check_logprobs,
-    m.Committed: _check_logprobs,
+    m.Committed: _check_committed,
     m.DraftRequest: _check_draft_request,
     m.Generate: _check_prompt,
     m.OpenSession: _check_prompt,

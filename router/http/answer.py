@@ -4,28 +4,46 @@ Knows nothing of HTTP or of the two OpenAI dialects. The invariant: every sessio
 router, cut by `finish`, or given up by `abandon`.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.protocol.errors import OutriderError, ProtocolError
 from cluster.protocol.messages import Committed
 from router.http.front_door import FrontDoor
+from router.http.logprobs import TokenLogprob, logprobs_of
 from router.http.output_text import OutputText
+from router.http.release import to_the_end
 from router.http.stop_strings import StopStrings
 from router.http.tally import Tally
 from router.http.validate import PreparedRequest
 
 
-class Answer:
-    """Iterate over `texts` once; `finish_reason` is set with the last one."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one burst adds: text that may be shown, and the tokens that count by now and were not named before, when
+    the request asks for log-probabilities."""
 
-    def __init__(self, door: FrontDoor, request: PreparedRequest) -> None:
+    text: str
+    logprobs: Sequence[TokenLogprob] = ()
+
+
+class Answer:
+    """The `choice`-th answer of a request. Iterate over `pieces` once; `finish_reason` is set with the last one."""
+
+    def __init__(self, door: FrontDoor, request: PreparedRequest, choice: int = 0) -> None:
         self._door = door
         self._request = request
+        self._sampling = replace(request.sampling, choice=choice)
         self._text = OutputText(
-            door.codec.detokenizer(request.skip_special_tokens), StopStrings(request.stops), request.include_stop
+            door.codec.detokenizer(request.skip_special_tokens),
+            StopStrings(request.stops),
+            request.include_stop,
+            request.sampling.min_tokens,
         )
+        self._logprobs: list[TokenLogprob] = []  # of every token received
+        self._named = 0  # of these, handed out
         self._tally = Tally()
         self._received = 0  # output tokens
         self._started_s = self._last_s = door.clock()
@@ -33,43 +51,41 @@ class Answer:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None  # the stop string or stop token id; None for the model's own end
 
-    async def texts(self) -> AsyncGenerator[str, None]:
-        """One text a burst, empty where the burst completed nothing that may be shown. Raises OutriderError."""
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """One piece a burst, empty where the burst completed nothing that may be shown. Raises OutriderError."""
         request, door = self._request, self._door
-        with door.load.entered():
-            generation = door.generator.generate(
-                door.new_session_id(), request.prompt, request.sampling, request.speculation
-            )
-            door.metrics.request_started(len(request.prompt))
-            outcome = "abort"
-            try:
-                async for burst in generation:
-                    yield self._take(burst)
-                    if self.finish_reason is not None:
-                        break
-                else:
-                    raise ProtocolError("the generation ended without a finish reason")
-                if self._text.stop is not None:
-                    await generation.finish(len(request.prompt) + self._text.kept_tokens)
-                outcome = self.finish_reason
-            except Exception:
-                outcome = "error"
-                raise
-            finally:
-                door.metrics.request_finished(outcome, self._received > 0, door.clock() - self._started_s)
-                if outcome in ("abort", "error"):
-                    await _to_the_end(generation.abandon())
+        generation = door.generator.generate(door.new_session_id(), request.prompt, self._sampling, request.speculation)
+        door.metrics.request_started(len(request.prompt))
+        outcome = "abort"
+        try:
+            async for burst in generation:
+                yield self._take(burst)
+                if self.finish_reason is not None:
+                    break
+            else:
+                raise ProtocolError("the generation ended without a finish reason")
+            if self._text.stop is not None:
+                await generation.finish(len(request.prompt) + self._text.kept_tokens)
+            outcome = self.finish_reason
+        except Exception:
+            outcome = "error"
+            raise
+        finally:
+            door.metrics.request_finished(outcome, self._received > 0, door.clock() - self._started_s)
+            if outcome in ("abort", "error"):
+                await to_the_end(generation.abandon())
 
-    def usage(self) -> dict[str, Any]:
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self._request.prompt)
+
+    @property
+    def completion_tokens(self) -> int:
         """What counts so far: tokens kept, never those behind a stop string."""
-        prompt, completion = len(self._request.prompt), self._text.kept_tokens
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": 0},
-            "completion_tokens_details": self._tally.details(),
-        }
+        return self._text.kept_tokens
+
+    def draft_details(self) -> dict[str, int]:
+        return self._tally.details()
 
     def report(self) -> dict[str, Any]:
         """The answer's own metrics, for requests that ask for them."""
@@ -82,7 +98,7 @@ class Answer:
             "mean_itl_ms": 1e3 * generation_s / max(1, self._received - 1),
         }
 
-    def _take(self, burst: Committed) -> str:
+    def _take(self, burst: Committed) -> Piece:
         if burst.finish_reason in ("error", "preempted"):
             raise OutriderError(burst.error or f"the generation ended as {burst.finish_reason}")
         expected = len(self._request.prompt) + self._received
@@ -92,7 +108,12 @@ class Answer:
         before = self._text.kept_tokens
         text = self._show(burst)
         self._tally.add(burst.stats, self._text.kept_tokens - before if self._text.stop else len(burst.token_ids))
-        return text
+        return Piece(text, self._named_now(burst))
+
+    def _named_now(self, burst: Committed) -> Sequence[TokenLogprob]:
+        self._logprobs += logprobs_of(burst)
+        start, self._named = self._named, min(self._text.kept_tokens, len(self._logprobs))
+        return [replace(self._logprobs[i], offset=self._text.character(i)) for i in range(start, self._named)]
 
     def _show(self, burst: Committed) -> str:
         token_ids = burst.token_ids.tolist()
@@ -128,12 +149,16 @@ class Answer:
         self._last_s = now_s
 
 
-_releases: set[asyncio.Task[None]] = set()  # asyncio itself keeps only weak references
-
-
-async def _to_the_end(release: Coroutine[Any, Any, None]) -> None:
-    """Run `release` even if the caller is cancelled again meanwhile: what it frees is not the caller's."""
-    task = asyncio.create_task(release)
-    _releases.add(task)
-    task.add_done_callback(_releases.discard)
-    await asyncio.shield(task)
+def usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Of all answers of one request together; they share the prompt."""
+    prompt, completion = answers[0].prompt_tokens, sum(answer.completion_tokens for answer in answers)
+    details: Counter[str] = Counter()
+    for answer in answers:
+        details.update(answer.draft_details())
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": dict(details),
+    }

@@ -1,11 +1,14 @@
 """The shapes of POST /v1/chat/completions."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from router.http.dialect import Choice
 from router.http.front_door import FrontDoor
+from router.http.logprobs import TokenLogprob, chat_logprobs
 from router.http.prompts import chat_messages
 from router.http.schema import CHAT_NOT_YET, ChatFields
+from router.http.text_codec import TextCodec
 
 
 class Chat:
@@ -21,19 +24,22 @@ class Chat:
         # The template has written the special tokens already.
         return await door.encode(text, fields.add_special_tokens is True)
 
-    def opening(self) -> Choice | None:
-        return _delta({"role": "assistant", "content": ""})
+    def logprobs(self, tokens: Sequence[TokenLogprob], codec: TextCodec) -> dict[str, Any]:
+        return chat_logprobs(tokens, codec)
 
-    def piece(self, text: str) -> Choice:
-        return _delta({"content": text})
+    def opening(self, index: int) -> Choice | None:
+        return _delta(index, {"role": "assistant", "content": ""})
 
-    def ending(self) -> Choice:
-        return _delta({})
+    def piece(self, index: int, text: str, logprobs: dict[str, Any] | None) -> Choice:
+        return _delta(index, {"content": text}) | {"logprobs": logprobs}
 
-    def whole(self, text: str) -> Choice:
+    def ending(self, index: int) -> Choice:
+        return _delta(index, {})
+
+    def whole(self, index: int, text: str, logprobs: dict[str, Any] | None) -> Choice:
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": 0, "message": message, "logprobs": None}
+        return {"index": index, "message": message, "logprobs": logprobs}
 
 
-def _delta(delta: dict[str, Any]) -> Choice:
-    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+def _delta(index: int, delta: dict[str, Any]) -> Choice:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -1,9 +1,14 @@
 """The shapes of POST /v1/completions."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from router.http.dialect import Choice
 from router.http.front_door import FrontDoor
+from router.http.logprobs import TokenLogprob, completion_logprobs
 from router.http.prompts import prompt_of
 from router.http.schema import COMPLETION_NOT_YET, CompletionFields
+from router.http.text_codec import TextCodec
 
 
 class Completions:
@@ -19,14 +24,17 @@ class Completions:
             return await door.encode(prompt, fields.add_special_tokens is not False)
         return prompt
 
-    def opening(self) -> Choice | None:
+    def logprobs(self, tokens: Sequence[TokenLogprob], codec: TextCodec) -> dict[str, Any]:
+        return completion_logprobs(tokens, codec)
+
+    def opening(self, index: int) -> Choice | None:
         return None
 
-    def piece(self, text: str) -> Choice:
-        return {"index": 0, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None}
+    def piece(self, index: int, text: str, logprobs: dict[str, Any] | None) -> Choice:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
 
-    def ending(self) -> Choice:
-        return self.piece("")
+    def ending(self, index: int) -> Choice:
+        return self.piece(index, "", None)
 
-    def whole(self, text: str) -> Choice:
-        return self.piece(text)
+    def whole(self, index: int, text: str, logprobs: dict[str, Any] | None) -> Choice:
+        return self.piece(index, text, logprobs)

@@ -4,7 +4,7 @@ Owns the order of steps and of chunks; completions.py and chat.py own the shapes
 """
 
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
@@ -13,14 +13,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.protocol.errors import OutriderError
-from router.http.answer import Answer
+from router.http.answer import Answer, Piece, usage
 from router.http.body import read_json_object
+from router.http.choices import interleave
 from router.http.fields import parse_fields
 from router.http.front_door import FrontDoor
 from router.http.http_errors import CLIENT_GONE, describe, error_object, json_response
 from router.http.ignored import ignored_header
+from router.http.logprobs import TokenLogprob
 from router.http.schema import GenerationFields
 from router.http.sse import DONE, ReaderGone, SseResponse, event, until_disconnect
+from router.http.text_codec import TextCodec
 from router.http.validate import PreparedRequest, check_model, prepare
 
 logger = logging.getLogger(__name__)
@@ -40,17 +43,19 @@ class Dialect(Protocol[F]):
 
     async def prompt(self, fields: F, door: FrontDoor) -> list[int]: ...
 
-    def opening(self) -> Choice | None:
-        """The choice of the first chunk, before any text."""
+    def logprobs(self, tokens: Sequence[TokenLogprob], codec: TextCodec) -> dict[str, Any]: ...
+
+    def opening(self, index: int) -> Choice | None:
+        """A choice's first chunk, before any text."""
         ...
 
-    def piece(self, text: str) -> Choice: ...
+    def piece(self, index: int, text: str, logprobs: dict[str, Any] | None) -> Choice: ...
 
-    def ending(self) -> Choice:
-        """The choice of the last chunk, to which the reasons are added."""
+    def ending(self, index: int) -> Choice:
+        """A choice's last chunk, to which the reasons are added."""
         ...
 
-    def whole(self, text: str) -> Choice: ...
+    def whole(self, index: int, text: str, logprobs: dict[str, Any] | None) -> Choice: ...
 
 
 async def serve(request: Request, door: FrontDoor, dialect: Dialect[F]) -> Response:
@@ -61,6 +66,7 @@ async def serve(request: Request, door: FrontDoor, dialect: Dialect[F]) -> Respo
     check_model(fields.model, door.limits)
     prompt = await dialect.prompt(fields, door)
     prepared = prepare(fields, prompt, door.codec, door.limits, door.new_key())
+    door.load.check(prepared.choices)
     writer = _Writer(door, dialect, prepared)
     headers = ignored_header(unknown)
     if prepared.stream:
@@ -73,12 +79,13 @@ async def serve(request: Request, door: FrontDoor, dialect: Dialect[F]) -> Respo
 
 
 class _Writer:
-    """Writes one answer in one dialect."""
+    """Writes all answers of one request in one dialect."""
 
     def __init__(self, door: FrontDoor, dialect: Dialect[F], request: PreparedRequest) -> None:
+        self._door = door
         self._dialect = dialect
         self._request = request
-        self._answer = Answer(door, request)
+        self._answers = [Answer(door, request, choice) for choice in range(request.choices)]
         self._head = {
             "id": f"{dialect.id_prefix}-{uuid4().hex}",
             "created": int(door.now_s()),
@@ -86,15 +93,29 @@ class _Writer:
         }
 
     async def whole(self) -> dict[str, Any]:
-        async with aclosing(self._answer.texts()) as texts:
-            text = "".join([piece async for piece in texts])
+        pieces: list[list[Piece]] = [[] for _ in self._answers]
+        async with aclosing(self._pieces()) as numbered:
+            async for index, piece in numbered:
+                pieces[index] += [] if piece is None else [piece]
         body = {
             **self._head,
             "object": self._dialect.whole_object,
-            "choices": [self._dialect.whole(text) | self._reasons()],
-            "usage": self._answer.usage(),
+            "choices": [self._whole_choice(index, parts) for index, parts in enumerate(pieces)],
+            "usage": usage(self._answers),
         }
         return body | self._metrics()
+
+    def _whole_choice(self, index: int, pieces: Sequence[Piece]) -> Choice:
+        text = "".join(piece.text for piece in pieces)
+        logprobs = self._logprobs([token for piece in pieces for token in piece.logprobs])
+        return self._dialect.whole(index, text, logprobs) | self._reasons(index)
+
+    async def _pieces(self) -> AsyncGenerator[tuple[int, Piece | None], None]:
+        """(choice, piece) of all answers as they come, (choice, None) when that one has ended."""
+        with self._door.load.entered(len(self._answers)):
+            async with aclosing(interleave([answer.pieces() for answer in self._answers])) as numbered:
+                async for index, piece in numbered:
+                    yield index, piece
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """All events of the stream. Raises only before the first one; a later error is an event like the others."""
@@ -117,31 +138,46 @@ class _Writer:
         yield DONE
 
     async def _chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        opening = self._dialect.opening()
-        async with aclosing(self._answer.texts()) as texts:
-            async for text in texts:
+        last: dict[str, Any] = {}
+        opened: set[int] = set()
+        async with aclosing(self._pieces()) as numbered:
+            async for index, piece in numbered:
+                if last:
+                    yield last  # of another choice
+                    last = {}
+                opening = None if index in opened else self._dialect.opening(index)
+                opened.add(index)
                 if opening is not None:
                     yield self._chunk(opening)
-                    opening = None
-                if text:
-                    yield self._chunk(self._dialect.piece(text))
-        last = self._chunk(self._dialect.ending() | self._reasons())
+                if piece is None:
+                    last = self._chunk(self._dialect.ending(index) | self._reasons(index))
+                elif piece.text or piece.logprobs:
+                    yield self._chunk(self._dialect.piece(index, piece.text, self._logprobs(piece.logprobs)))
         if not self._request.include_usage:
             yield last | self._metrics()
             return
         yield last
-        yield {**self._chunk(), "usage": self._answer.usage()} | self._metrics()
+        yield {**self._chunk(), "usage": usage(self._answers)} | self._metrics()
 
     def _chunk(self, *choices: Choice) -> dict[str, Any]:
         chunk = {**self._head, "object": self._dialect.chunk_object, "choices": choices}
         if self._request.continuous_usage:
-            chunk["usage"] = self._answer.usage()
+            chunk["usage"] = usage(self._answers)
         elif self._request.include_usage:
             chunk["usage"] = None
         return chunk
 
-    def _reasons(self) -> Choice:
-        return {"finish_reason": self._answer.finish_reason, "stop_reason": self._answer.stop_reason}
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if self._request.sampling.logprobs is None:
+            return None
+        return self._dialect.logprobs(tokens, self._door.codec)
+
+    def _reasons(self, index: int) -> Choice:
+        answer = self._answers[index]
+        return {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
 
     def _metrics(self) -> dict[str, Any]:
-        return {"metrics": self._answer.report()} if self._request.report else {}
+        if not self._request.report:
+            return {}
+        # What several answers did in their rounds is not one thing, as in vLLM.
+        return {"metrics": self._answers[0].report() if len(self._answers) == 1 else {"speculative_decoding": None}}

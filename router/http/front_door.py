@@ -28,19 +28,19 @@ class Load:
         self._cap = cap
         self.running = 0
 
-    def check(self) -> None:
-        """Raises Overloaded when the cap is reached: ask before any work."""
-        if self.running >= self._cap:
+    def check(self, answers: int = 1) -> None:
+        """Raises Overloaded when the cap does not allow so many more: ask before any work."""
+        if self.running + answers > self._cap:
             raise Overloaded(f"{self.running} requests are running, which is this server's limit; try again later")
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        self.check()
-        self.running += 1
+    def entered(self, answers: int = 1) -> Iterator[None]:
+        self.check(answers)
+        self.running += answers
         try:
             yield
         finally:
-            self.running -= 1
+            self.running -= answers
 
 
 def _always_healthy() -> bool:

@@ -13,10 +13,14 @@ from router.http.stop_strings import StopStrings
 class OutputText:
     """Feed tokens until `stop` is set or they end; then `finish`."""
 
-    def __init__(self, detokenizer: Detokenizer, stops: StopStrings, include_stop: bool = False) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stops: StopStrings, include_stop: bool = False, min_tokens: int = 0
+    ) -> None:
+        """A stop string counts only in the text of the tokens behind the first min_tokens."""
         self._detokenizer = detokenizer
         self._stops = stops
         self._include_stop = include_stop
+        self._min_tokens = min_tokens
         self._begins: list[int] = []  # characters completed before each token; never decreases
         self._completed = 0  # characters
         self._shown = 0  # characters
@@ -58,9 +62,15 @@ class OutputText:
             self._finished = True
         return text
 
+    def character(self, token: int) -> int:
+        """How many characters were complete before this token, the first being 0."""
+        return self._begins[token]
+
     def _take(self, piece: str) -> str:
         self._completed += len(piece)
-        text, self.stop = self._stops.push(piece)
+        text = piece
+        if len(self._begins) > self._min_tokens:
+            text, self.stop = self._stops.push(piece)
         if self.stop is not None and self._include_stop:
             text += self.stop
         self._shown += len(text)

@@ -12,6 +12,13 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_DEPTH = 64  # draft tokens in one block
+MAX_CHOICES = 8
+MAX_LOGPROBS = 20  # best tokens reported at each place
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
+MAX_ALLOWED_TOKEN_IDS = 2000
 
 Role = Literal["system", "developer", "user", "assistant"]
 
@@ -45,7 +52,16 @@ class GenerationFields(Fields):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None  # -1 and 0 are off
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None  # smaller ones would overflow a logit
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Any] | None = None  # token id as text -> what is added to its logit
+    bad_words: Annotated[list[Any], Field(max_length=MAX_BAD_WORDS)] | None = None  # strings
+    allowed_token_ids: Annotated[list[Any], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None  # no stop of any kind before
     stop: Any = None  # a string, or up to MAX_STOPS of them
     stop_token_ids: Annotated[list[Any], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
@@ -61,6 +77,7 @@ class GenerationFields(Fields):
 
 class CompletionFields(GenerationFields):
     prompt: Any = None  # a string, a list of token ids, or a list with exactly one of these
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # how many best tokens beside the chosen one
 
 
 class Message(Fields):
@@ -72,6 +89,8 @@ class Message(Fields):
 class ChatFields(GenerationFields):
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_generation_prompt: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class TokenizeFields(Fields):
@@ -91,16 +110,7 @@ class DetokenizeFields(Fields):
 # Known fields that do not work yet, each with the values that ask for nothing. Anything else is refused by name,
 # because an answer that silently lacks what was asked for is worse than none. Missing and null always ask for nothing.
 NOT_YET: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -116,14 +126,11 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
 }
 COMPLETION_NOT_YET: Mapping[str, tuple[Any, ...]] = {
     **NOT_YET,
-    "logprobs": (),  # 0 asks for the log-probability of the chosen token
     "echo": (False,),
     "suffix": ("",),
 }
 CHAT_NOT_YET: Mapping[str, tuple[Any, ...]] = {
     **NOT_YET,
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "echo": (False,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),

@@ -4,6 +4,7 @@ Reads a Hugging Face model directory once, with the tokenizers library alone. Kn
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ class SamplingDefaults:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 class TextCodec:
@@ -96,13 +99,15 @@ class TextCodec:
         """A new detokenizer for one answer."""
         if self._byte_level:
             hidden = self._special_ids if skip_special_tokens else frozenset()
-            return ByteDetokenizer(lambda token_id: b"" if token_id in hidden else self._token_bytes(token_id))
+            return ByteDetokenizer(lambda token_id: b"" if token_id in hidden else self.token_bytes(token_id))
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens))
 
-    def _token_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token alone stands for, special tokens included; a part of a character perhaps."""
         known = self._bytes_of.get(token_id)
         if known is None:
-            known = self._bytes_of[token_id] = _bytes_of_token(self._tokenizer.id_to_token(token_id) or "")
+            token = self._tokenizer.id_to_token(token_id) or ""
+            known = self._bytes_of[token_id] = _bytes_of_token(token) if self._byte_level else _bytes_of_piece(token)
         return known
 
 
@@ -120,6 +125,13 @@ def _bytes_of_token(token: str) -> bytes:
     if all(char in _BYTE_OF_CHAR for char in token):
         return bytes(_BYTE_OF_CHAR[char] for char in token)
     return token.encode()  # an added token, which stands for itself
+
+
+def _bytes_of_piece(token: str) -> bytes:
+    """Of SentencePiece vocabularies: a byte that no piece covers, or text with its spaces marked."""
+    if match := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
+        return bytes([int(match[1], 16)])
+    return token.replace("\u2581", " ").encode()
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -170,5 +182,9 @@ def _defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
         return otherwise if given is None else given
 
     return SamplingDefaults(
-        float(value("temperature", 1.0)), float(value("top_p", 1.0)), max(0, int(value("top_k", 0)))
+        float(value("temperature", 1.0)),
+        float(value("top_p", 1.0)),
+        max(0, int(value("top_k", 0))),
+        float(value("min_p", 0.0)),
+        float(value("repetition_penalty", 1.0)),
     )

@@ -10,8 +10,16 @@ from typing import Any
 from cluster.protocol.errors import InvalidRequest, NotFound
 from cluster.protocol.messages import Rule, SamplingParams, Speculation, Tokens, as_tokens
 from router.http.prompts import check_token_ids
-from router.http.schema import MAX_STOP_CHARS, MAX_STOPS, ChatFields, GenerationFields, SpeculationFields
+from router.http.schema import (
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    ChatFields,
+    CompletionFields,
+    GenerationFields,
+    SpeculationFields,
+)
 from router.http.text_codec import TextCodec
+from router.http.token_rules import token_rules
 
 # Below this a temperature is greedy: logits divided by less exceed what float32 can tell apart.
 MIN_TEMPERATURE = 1e-3
@@ -32,7 +40,8 @@ class PreparedRequest:
     """A request that can run."""
 
     prompt: Tokens  # [>= 1]
-    sampling: SamplingParams
+    sampling: SamplingParams  # of choice 0; the others differ in `choice` alone
+    choices: int
     speculation: Speculation
     stops: tuple[str, ...]
     include_stop: bool
@@ -65,6 +74,7 @@ def prepare(
     return PreparedRequest(
         prompt=as_tokens(kept),
         sampling=_sampling(fields, _max_tokens(fields, len(kept), limits), codec, key),
+        choices=fields.n or 1,
         speculation=_speculation(speculation, limits),
         stops=_stops(fields.stop),
         include_stop=bool(fields.include_stop_str_in_output),
@@ -103,15 +113,29 @@ def _sampling(fields: GenerationFields, max_tokens: int, codec: TextCodec, key: 
     top_k = defaults.top_k if fields.top_k is None else max(0, fields.top_k)
     asked_stops = check_token_ids(fields.stop_token_ids or [], "stop_token_ids", codec)
     eos = () if fields.ignore_eos else codec.eos_ids
+    stop_token_ids = tuple(dict.fromkeys((*eos, *asked_stops)))
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=0.0 if temperature < MIN_TEMPERATURE else temperature,
         top_k=top_k if top_k < codec.vocab_size else 0,
         top_p=defaults.top_p if fields.top_p is None else fields.top_p,
-        stop_token_ids=tuple(dict.fromkeys((*eos, *asked_stops))),
+        stop_token_ids=stop_token_ids,
         rule=_rule(fields, temperature),
         key=key if fields.seed is None else fields.seed % 2**64,
+        logprobs=_logprobs(fields),
+        **token_rules(fields, max_tokens, stop_token_ids, codec),
     )
+
+
+def _logprobs(fields: GenerationFields) -> int | None:
+    """How many best tokens to report beside each chosen one; None = no log-probabilities at all."""
+    if isinstance(fields, CompletionFields):
+        return fields.logprobs
+    if not isinstance(fields, ChatFields) or not fields.logprobs:
+        if isinstance(fields, ChatFields) and fields.top_logprobs:
+            raise InvalidRequest("top_logprobs: only allowed with logprobs: true", "top_logprobs")
+        return None
+    return fields.top_logprobs or 0
 
 
 def _rule(fields: GenerationFields, temperature: float) -> Rule:

@@ -61,10 +61,10 @@ def logs(size: int) -> st.SearchStrategy[m.Logs]:
 
 
 @st.composite
-def logprobs(draw: st.DrawFn) -> m.TokenLogprobs | None:
+def logprobs(draw: st.DrawFn, count: int | None = None) -> m.TokenLogprobs | None:
     if draw(st.booleans()):
         return None
-    n, k = draw(st.integers(0, 4)), draw(st.integers(0, 3))
+    n, k = draw(st.integers(0, 4)) if count is None else count, draw(st.integers(0, 3))
     ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=n * k, max_size=n * k))
     return m.TokenLogprobs(draw(logs(n)), as_tokens(ids), draw(logs(n * k)))
 
@@ -106,6 +106,13 @@ def with_prompt(draw: st.DrawFn, kind: type[m.Generate] | type[m.OpenSession]) -
 
 
 @st.composite
+def committed(draw: st.DrawFn) -> m.Committed:
+    ids = draw(tokens)
+    burst = m.Committed(draw(names), draw(wide), draw(lengths), ids, draw(finish), draw(st.none() | stats), draw(texts))
+    return replace(burst, logprobs=draw(logprobs(len(ids))))
+
+
+@st.composite
 def draft_requests(draw: st.DrawFn) -> m.DraftRequest:
     new = draw(tokens)
     base_len = draw(st.integers(len(new), 2**31 - 1))
@@ -118,7 +125,7 @@ any_message: st.SearchStrategy[Message] = st.one_of(
     with_prompt(m.OpenSession),
     draft_requests(),
     draft_blocks(),
-    st.builds(m.Committed, names, wide, lengths, tokens, finish, st.none() | stats, texts, logprobs()),
+    committed(),
     verify_requests(),
     st.builds(
         m.VerifyResult,
@@ -268,6 +275,12 @@ def test_a_malformed_message_says_why_names_its_session_and_spares_its_batch(bad
     assert (middle.kind, middle.session_id, middle.epoch) == (type(bad), "s", Epoch(1, 2))
     assert reason in middle.reason
     assert plain_all([first, last]) == plain_all([request(2), request(3)])
+
+
+def test_a_burst_brings_a_log_probability_for_each_of_its_tokens() -> None:
+    (bad,) = decode(encode([m.Committed("s", 1, 4, as_tokens([1, 2]), logprobs=logprobs_of(1, 2))]))
+    assert isinstance(bad, Malformed)
+    assert "2 tokens came with 1 log-probabilities" in bad.reason
 
 
 def test_a_reason_quotes_only_the_beginning_of_what_came() -> None:
