@@ -10,6 +10,7 @@ from cluster.protocol.messages import (
     RoundStats,
     SamplingParams,
     Speculation,
+    TokenLogprobs,
     Tokens,
     as_tokens,
 )
@@ -25,6 +26,7 @@ class Burst:
     accepted: int = 0
     error: Exception | None = None
     failure: str = ""  # the text of a Committed that ends in "error"
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass
@@ -56,7 +58,7 @@ class ScriptedGeneration:
             await asyncio.sleep(0)
             stats = RoundStats(burst.drafted, burst.accepted, 1.0, 0.0, 1.0)
             ids = as_tokens(burst.token_ids)
-            yield Committed("s", 0, length, ids, burst.finish_reason, stats, burst.failure)
+            yield Committed("s", 0, length, ids, burst.finish_reason, stats, burst.failure, burst.logprobs)
             length += len(ids)
 
     async def finish(self, kept_len: int) -> None:

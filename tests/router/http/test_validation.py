@@ -15,6 +15,7 @@ Say = Callable[..., list[int]]
 Serving = Callable[..., httpx.AsyncClient]
 NAN, INF = float("nan"), float("inf")
 USER = {"role": "user", "content": "x"}
+PENALTIES = ("frequency_penalty", "presence_penalty")
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,17 @@ def refused(response: httpx.Response, param: str | None) -> None:
         *[("top_p", v) for v in (NAN, INF, 0, -1, 1.01, "1")],
         *[("top_k", v) for v in (-2, 1.5, "4", NAN)],
         *[(name, v) for name in ("max_tokens", "max_completion_tokens") for v in (0, -1, 1.5, "10", True)],
+        *[("min_p", v) for v in (NAN, INF, -0.01, 1.01, "0")],
+        *[("repetition_penalty", v) for v in (NAN, INF, 0, -1, 1e-9, 2.01, "1", True)],
+        *[(name, v) for name in PENALTIES for v in (NAN, INF, -INF, -2.01, 2.01, "1", True)],
+        *[("logit_bias", v) for v in ({"-1": 1}, {"abc": 1}, {"191222": -100}, {" 1": 1}, {"1.0": 1}, {"": 1})],
+        *[("logit_bias", {"1": v}) for v in (101, -100.5, NAN, INF, "5", True, None, [1])],
+        *[("logit_bias", v) for v in ([], [[1, 2]], "1", 5, {"7": 1, "07": 2}, {"9" * 5000: 1})],
+        *[("logit_bias", {str(i): 1 for i in range(n)}) for n in (1025, 100_000)],
+        *[("bad_words", v) for v in ("a", [""], ["a", 3], [None], [["a"]], ["a"] * 129, ["a" * 257], {"a": 1})],
+        *[("allowed_token_ids", v) for v in ([], [-1], [10**6], ["1"], [True], [1.5], 5, [1] * 2001, [1] * 100_000)],
+        *[("min_tokens", v) for v in (-1, 1.5, "1", True, 65, 2**40)],
+        *[("n", v) for v in (0, -1, 9, 10**6, 1.5, "2", True)],
         *[("seed", v) for v in (2**63, -(2**63) - 1, 1.5, "1")],
         *[("stop", v) for v in ("", ["a", ""], 3, ["a"] * 17, [3], "a" * 1025, {"a": 1})],
         *[("stop_token_ids", v) for v in ([-1], [10**6], [1] * 129, [1] * 100_000, ["1"], [True], 5)],
@@ -73,6 +85,34 @@ async def test_a_wrong_value_is_refused_by_name(
     serving: Serving, generator: ScriptedGenerator, field: str, value: Any
 ) -> None:
     refused(await post(serving(), **{field: value}), field)
+    assert generator.opened == []
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"logprobs": 21}, "logprobs"),
+        ("/v1/completions", {"logprobs": -1}, "logprobs"),
+        ("/v1/completions", {"logprobs": True}, "logprobs"),
+        ("/v1/chat/completions", {"logprobs": 1}, "logprobs"),
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ("/v1/chat/completions", {"top_logprobs": 1}, "top_logprobs"),
+        ("/v1/chat/completions", {"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
+        ("/v1/completions", {"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        (
+            "/v1/completions",
+            {"allowed_token_ids": [5, 6], "stop_token_ids": [5, 6], "min_tokens": 1},
+            "allowed_token_ids",
+        ),
+        ("/v1/completions", {"allowed_token_ids": [64], "bad_words": ["a"]}, "allowed_token_ids"),
+    ],
+)
+async def test_wishes_that_cannot_be_fulfilled_are_refused_by_name(
+    serving: Serving, generator: ScriptedGenerator, codec: TextCodec, path: str, fields: dict[str, Any], param: str
+) -> None:
+    assert codec.encode("a") == [64]
+    refused(await post(serving(), path, **fields), param)
     assert generator.opened == []
 
 
@@ -213,6 +253,59 @@ async def test_what_is_not_asked_comes_from_the_model_and_the_context(
     assert generator.opened[0].speculation == Speculation()
 
 
+async def test_rules_for_single_tokens_reach_the_router_as_ids(
+    serving: Serving, generator: ScriptedGenerator, codec: TextCodec
+) -> None:
+    response = await post(
+        serving(strict=True),
+        max_tokens=20,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        frequency_penalty=-2,
+        presence_penalty=2,
+        logit_bias={"5": 100, "257": -1.5},
+        bad_words=["the", " cat", "the"],
+        allowed_token_ids=[9, 5, 9],
+        min_tokens=20,
+        logprobs=0,
+    )
+    assert response.status_code == 200, response.text
+    sampling = generator.opened[0].sampling
+    assert (sampling.min_p, sampling.repetition_penalty) == (0.25, 1.5)
+    assert (sampling.frequency_penalty, sampling.presence_penalty) == (-2.0, 2.0)
+    assert sampling.logit_bias == ((5, 100.0), (257, -1.5))
+    words = [tuple(codec.encode(word)) for word in ("the", " the", "cat", " cat")]
+    assert sampling.bad_words == tuple(words)
+    assert (sampling.allowed_token_ids, sampling.min_tokens, sampling.logprobs) == ((9, 5), 20, 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "best"),
+    [
+        ("/v1/completions", {}, None),
+        ("/v1/completions", {"logprobs": 20}, 20),
+        ("/v1/chat/completions", {"logprobs": True}, 0),
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 20}, 20),
+        ("/v1/chat/completions", {"logprobs": False, "top_logprobs": 0}, None),
+    ],
+)
+async def test_log_probabilities_are_computed_only_on_demand(
+    serving: Serving, generator: ScriptedGenerator, path: str, fields: dict[str, Any], best: int | None
+) -> None:
+    assert (await post(serving(strict=True), path, **fields)).status_code == 200
+    assert generator.opened[0].sampling.logprobs == best
+
+
+async def test_rules_that_say_nothing_are_off(serving: Serving, generator: ScriptedGenerator) -> None:
+    nothing = {"logit_bias": {}, "bad_words": [], "min_tokens": 0, "min_p": 0, "repetition_penalty": 1, "n": 1}
+    for fields in ({}, nothing, dict.fromkeys([*nothing, "allowed_token_ids", "frequency_penalty"])):
+        assert (await post(serving(strict=True), **fields)).status_code == 200
+        sampling = generator.opened[-1].sampling
+        assert (sampling.logit_bias, sampling.bad_words, sampling.allowed_token_ids) == ((), (), ())
+        assert (sampling.min_tokens, sampling.min_p, sampling.repetition_penalty) == (0, 0.0, 1.0)
+        assert (sampling.frequency_penalty, sampling.presence_penalty) == (0.0, 0.0)
+
+
 SEEDED = {"seed": 3, "temperature": 1.0}
 UNSEEDED = {"seed": None, "temperature": 1.0}
 GREEDY = {"seed": None, "temperature": 0}
@@ -266,8 +359,18 @@ async def test_top_k_off_or_above_the_vocabulary_is_off(
 
 
 async def test_lists_at_their_limits_work(serving: Serving, generator: ScriptedGenerator) -> None:
-    response = await post(serving(), stop=["x" * 1024] * 16, stop_token_ids=list(range(128)))
+    response = await post(
+        serving(),
+        stop=["x" * 1024] * 16,
+        stop_token_ids=list(range(128)),
+        allowed_token_ids=[5, 6] * 1000,
+        bad_words=["a" * 256] * 128,
+        logit_bias={str(i): 100 for i in range(278)},
+        n=8,
+    )
     assert response.status_code == 200, response.text
+    assert [opened.sampling.choice for opened in generator.opened] == list(range(8))
+    assert len({opened.sampling.key for opened in generator.opened}) == 1
 
 
 @pytest.mark.parametrize(
