@@ -1,10 +1,19 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.protocol.errors import ProtocolError
-from cluster.protocol.messages import Epoch, SamplingParams, VerifyRequest, VerifyResult, as_tokens
+from cluster.protocol.messages import (
+    Epoch,
+    SamplingParams,
+    TokenLogprobs,
+    VerifyRequest,
+    VerifyResult,
+    as_tokens,
+)
 from router.session import SessionState
 
 PROMPT = [3, 1, 4]
@@ -39,6 +48,34 @@ def test_a_stop_inside_the_block_leaves_no_room_for_another_token() -> None:
     committed = state.commit(result(request, 2, -1, "stop"))
     assert committed is not None
     assert (committed.token_ids.tolist(), committed.finish_reason) == ([10, 11], "stop")
+
+
+def values(count: int) -> TokenLogprobs:
+    """Token i has the value -i and two best tokens."""
+    chosen = -np.arange(count, dtype=np.float32)
+    return TokenLogprobs(chosen, as_tokens(range(2 * count)), np.repeat(chosen, 2))
+
+
+@pytest.mark.parametrize("given", [None, values(2), values(4)])
+def test_a_result_without_a_log_probability_for_each_token_is_a_fault_and_changes_nothing(
+    given: TokenLogprobs | None,
+) -> None:
+    state = session(logprobs=2)
+    request = state.propose(1, as_tokens([10, 11, 12]))
+    with pytest.raises(ProtocolError, match="log-probabilities of 3 tokens, got"):
+        state.commit(replace(result(request, 2, 99), logprobs=given))
+    assert (len(state), state.outstanding) == (3, request)
+    committed = state.commit(replace(result(request, 2, 99), logprobs=values(3)))
+    assert committed is not None
+    assert committed.logprobs is not None
+    assert committed.logprobs.chosen.tolist() == [0, -1, -2]
+
+
+def test_log_probabilities_nobody_asked_for_go_no_further() -> None:
+    state = session()
+    committed = state.commit(replace(result(state.propose(1), 0, 99), logprobs=values(1)))
+    assert committed is not None
+    assert committed.logprobs is None
 
 
 def test_the_same_result_again_changes_nothing() -> None:

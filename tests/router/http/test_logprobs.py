@@ -132,6 +132,17 @@ async def test_nothing_is_reported_unasked(serving: Serving, generator: Scripted
         assert (await serving().post(path, json=plain)).json()["choices"][0]["logprobs"] is None
 
 
+def test_values_are_cut_with_their_tokens() -> None:
+    """As where a router that takes over repeats what the reader already has."""
+    chosen = np.array([0, -1, -2, -3], np.float32)
+    values = TokenLogprobs(chosen, as_tokens(range(8)), np.repeat(chosen, 2))
+    cut = values.of(1, 3)
+    assert cut.chosen.tolist() == [-1, -2]
+    assert cut.top_ids.tolist() == [2, 3, 4, 5]
+    assert cut.top.tolist() == [-1, -1, -2, -2]
+    assert len(values.of(4, 4).top_ids) == 0
+
+
 # --- several choices -------------------------------------------------------------------------------------------------
 
 
