@@ -79,6 +79,39 @@ async def test_a_client_that_leaves_in_mid_answer_frees_its_session(
     assert 'outrider_num_requests_running{model="tiny"} 0.0' in door.metrics.render().decode()
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_frees_the_sessions_of_all_its_choices(
+    open_door: Callable[..., FrontDoor], hanging: ScriptedGenerator, stream: bool
+) -> None:
+    door = open_door()
+    connection = Connection(door, {"prompt": "x", "stream": stream, "n": 3})
+    async with asyncio.timeout(LIMIT_S):
+        while len(hanging.opened) < 3:
+            await asyncio.sleep(0)
+        for opened in hanging.opened:
+            await opened.waiting.wait()
+        assert door.load.running == 3
+        connection.leave()
+        await connection.app
+    assert [(opened.abandoned, opened.finished) for opened in hanging.opened] == [(1, [])] * 3
+    assert door.load.running == 0
+
+
+async def test_a_client_that_stops_reading_and_leaves_frees_all_its_choices_in_mid_stream(
+    open_door: Callable[..., FrontDoor], generator: ScriptedGenerator, codec: TextCodec
+) -> None:
+    generator.script = [Burst(codec.encode("a"))] * 50
+    door = open_door()
+    connection = Connection(door, {"prompt": "x", "stream": True, "n": 2})
+    async with asyncio.timeout(LIMIT_S):
+        await connection.first_part.wait()
+        connection.reading.clear()
+        connection.leave()
+        await connection.app
+    assert [opened.abandoned for opened in generator.opened] == [1, 1]
+    assert door.load.running == 0
+
+
 async def test_a_client_that_leaves_before_the_first_token_frees_its_session(
     open_door: Callable[..., FrontDoor], generator: ScriptedGenerator
 ) -> None:
@@ -108,21 +141,23 @@ async def test_a_cancelled_request_frees_its_session(
     assert hanging.opened[0].abandoned == 1
 
 
+@pytest.mark.parametrize("choices", [1, 3])
 async def test_a_release_once_begun_survives_further_cancellation(
-    open_door: Callable[..., FrontDoor], hanging: ScriptedGenerator
+    open_door: Callable[..., FrontDoor], hanging: ScriptedGenerator, choices: int
 ) -> None:
-    connection = Connection(open_door(), {"prompt": "x", "stream": True})
+    connection = Connection(open_door(), {"prompt": "x", "stream": True, "n": choices})
     async with asyncio.timeout(LIMIT_S):
         await connection.first_part.wait()
-        generation = hanging.opened[0]
-        generation.may_abandon.clear()
+        for generation in hanging.opened:
+            generation.may_abandon.clear()
         connection.app.cancel()
-        await generation.abandoning.wait()
+        await hanging.opened[0].abandoning.wait()
         connection.app.cancel()
         await asyncio.wait([connection.app])
-        assert generation.abandoned == 0
-        generation.may_abandon.set()
-        while not generation.abandoned:
+        assert [generation.abandoned for generation in hanging.opened] == [0] * choices
+        for generation in hanging.opened:
+            generation.may_abandon.set()
+        while not all(generation.abandoned for generation in hanging.opened):
             await asyncio.sleep(0)
 
 
