@@ -1,7 +1,7 @@
 """How often drafts are accepted through the real engine: as the closed forms say, within 4 standard deviations.
 
 A shipped distribution that is not the sampled one, or noise that the coupled rule does not share, shows here first.
-False-alarm probability of each comparison: 6.4e-5 (13 of them in the short form).
+False-alarm probability of each comparison: 6.4e-5 (12 in the short form, 10 in the long one).
 """
 
 import itertools
@@ -106,8 +106,8 @@ def test_acceptance_is_the_closed_form(way: str, drafter: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("way", CLOSED_FORMS)
-def test_acceptance_is_the_closed_form_in_fifty_thousand_rounds(way: str, drafter: str) -> None:
-    check(way, drafter, 50_000)
+def test_acceptance_is_the_closed_form_in_twenty_thousand_rounds(way: str, drafter: str) -> None:
+    check(way, drafter, 20_000)
 
 
 def by_block(target: Model, draft: Model, block: Text) -> list[Fraction]:

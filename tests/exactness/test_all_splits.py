@@ -59,14 +59,15 @@ def test_every_split_gives_the_text_of_no_speculation(
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_a_stop_token_ends_every_split_at_the_same_place(sampling: dict[str, Any]) -> None:
-    alone = LAW.text(PROMPT, SamplingParams(max_tokens=LENGTH, **sampling))
-    for place in range(LENGTH):
+    length = 6
+    alone = LAW.text(PROMPT, SamplingParams(max_tokens=length, **sampling))
+    for place in range(length):
         stop = (alone[place],)
-        text = LAW.text(PROMPT, SamplingParams(max_tokens=LENGTH, stop_token_ids=stop, **sampling))
-        ways = list(splits(LENGTH))
+        text = LAW.text(PROMPT, SamplingParams(max_tokens=length, stop_token_ids=stop, **sampling))
+        ways = list(splits(length))
         player = Player(engine(ScriptedTarget(LAW, num_pages=1024), max_sessions=len(ways)))
         for number in range(len(ways)):
-            assert player.open(str(number), PROMPT, max_tokens=LENGTH, stop_token_ids=stop, **sampling) == []
+            assert player.open(str(number), PROMPT, max_tokens=length, stop_token_ids=stop, **sampling) == []
         play(player, ways, alone, exact)
         for session in player.sessions.values():
             assert session.output == text
