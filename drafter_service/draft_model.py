@@ -16,11 +16,11 @@ from torch import Tensor
 from cluster.protocol.messages import DraftBlock, DraftRequest, Epoch, Stale, as_tokens
 from drafter_service.history import reconcile, unknown
 from drafter_service.interface import DraftAnswer
-from outrider_kernels.accept import SamplingRows, choose_tokens
+from outrider_kernels.accept import SamplingRows
+from outrider_kernels.draft_choice import choose_drafts
 from outrider_kernels.page_table import PageTable
 from outrider_kernels.ragged_batch import Piece, RaggedBatch, pack
-from outrider_kernels.sparse_draft import SUPPORT_SIZE, SparseRows, draft_sparse, to_message
-from outrider_kernels.target_distribution import GREEDY_TEMPERATURE, target_distribution
+from outrider_kernels.sparse_draft import SUPPORT_SIZE, SparseRows, to_message
 
 
 class LanguageModel(Protocol):
@@ -171,22 +171,11 @@ class DraftModel:
             pieces = [self._proposed_row(draft) for draft in drafts]
 
     def _choose(self, logits: Tensor, rows: SamplingRows, drafts: list[_Draft], step: int) -> list[int]:
-        """One token per draft. Greedy and coupled sessions choose as the target would; sampling under the ratio rule
-        draws with randomness that the target never sees, from a distribution that is kept to be shipped."""
-        drawn = (rows.ratio & (rows.temperature >= GREEDY_TEMPERATURE)).nonzero().flatten()
-        if drawn.numel() == 0:
-            return choose_tokens(logits, rows, rows.base_len + step).tolist()
-        chosen = logits.argmax(dim=-1)
-        others = _without(len(drafts), drawn)
-        chosen[others] = choose_tokens(logits[others], rows.take(others), rows.base_len[others] + step)
-        part = rows.take(drawn)
-        log_draft = target_distribution(logits[drawn], part.temperature, part.top_k, part.top_p)
-        index = torch.full_like(part.base_len, step)
-        chosen[drawn], support = draft_sparse(
-            log_draft, part.base_len, index, part.key, part.choice, self._support_size
-        )
-        for row, place in enumerate(drawn.tolist()):
-            drafts[place].drawn_from.append(SparseRows(support.ids[row], support.counts[row]))
+        """One token per draft; what a token was drawn from is kept to be shipped."""
+        chosen, law = choose_drafts(logits, rows, step, self._support_size)
+        if law.counts.shape[-1]:
+            for row in law.counts.sum(dim=-1).nonzero().flatten().tolist():
+                drafts[row].drawn_from.append(SparseRows(law.ids[row], law.counts[row]))
         return chosen.tolist()
 
     def _new_rows(self, drafts: list[_Draft]) -> list[Piece]:
@@ -208,13 +197,6 @@ class DraftModel:
         token = draft.tokens[-1]
         self._sessions[draft.request.session_id].tokens.append(token)
         return Piece(draft.request.session_id, np.array([token], np.int64), logits=1)
-
-
-def _without(count: int, places: Tensor) -> Tensor:
-    """The places 0..count-1 that are not in `places`."""
-    rest = torch.ones(count, dtype=torch.bool, device=places.device)
-    rest[places] = False
-    return rest.nonzero().flatten()
 
 
 def _confidence(logits: Tensor) -> list[float]:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from cluster.protocol.messages import SamplingParams
-from outrider_kernels.accept_sparse import accept_sparse
-from outrider_kernels.gumbel_race import ACCEPT, RACE, RECOVER, race_rows, uniform
+from outrider_kernels.by_device import kernels_for
+from outrider_kernels.gumbel_race import ACCEPT, RACE, RECOVER, Stream, uniform
 from outrider_kernels.philox import signed_key
 from outrider_kernels.sparse_draft import DraftSupports, SparseRows
-from outrider_kernels.target_distribution import GREEDY_TEMPERATURE, target_distribution
+from outrider_kernels.target_distribution import GREEDY_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,9 @@ def _accept_drawn(
 ) -> tuple[Tensor, Tensor]:
     """Block verification needs the target's distribution at every row."""
     sessions = torch.arange(len(sampling.key), device=logits.device).repeat_interleave(row_starts.diff())
-    log_target = _distribution(logits, sampling.take(sessions))
-    return accept_sparse(log_target, row_starts, draft_ids, supports, sampling.base_len, sampling.key, sampling.choice)
+    log_target = filtered_law(logits, sampling.take(sessions))
+    judge = kernels_for(logits.device).accept_sparse
+    return judge(log_target, row_starts, draft_ids, supports, sampling.base_len, sampling.key, sampling.choice)
 
 
 def _accept_row_by_row(
@@ -158,7 +159,7 @@ def _judge_by_choice(logits: Tensor, draft_ids: Tensor, sampling: SamplingRows, 
 
 def _judge_by_ratio(logits: Tensor, draft_ids: Tensor, sampling: SamplingRows, index: int) -> tuple[Tensor, Tensor]:
     """Ratio test of a point mass on the draft token."""
-    log_target = _distribution(logits, sampling)
+    log_target = filtered_law(logits, sampling)
     accepted = _passes_ratio(log_target, draft_ids, sampling, torch.full_like(draft_ids, index))
     ended = (~accepted).nonzero().flatten()
     following = torch.zeros_like(draft_ids)
@@ -178,8 +179,8 @@ def choose_tokens(logits: Tensor, sampling: SamplingRows, positions: Tensor) -> 
     if sampled.numel() == 0:
         return logits.argmax(dim=-1)  # the first maximum: ties go to the smaller id
     if sampled.numel() == len(logits):
-        log_target = _distribution(logits, sampling)
-        return race_rows(log_target, sampling.key, positions, sampling.choice, RACE)
+        log_target = filtered_law(logits, sampling)
+        return _race(log_target, sampling, positions, RACE)
     chosen = logits.argmax(dim=-1)
     chosen[sampled] = choose_tokens(logits[sampled], sampling.take(sampled), positions[sampled])
     return chosen
@@ -204,8 +205,15 @@ def _recover_or_bonus(log_target: Tensor, rejected: Tensor, sampling: SamplingRo
     recovered = has_rejected.nonzero().flatten()
     log_target[recovered, rejected[recovered]] = -torch.inf
     streams = torch.where(has_rejected, RECOVER, RACE)
-    return race_rows(log_target, sampling.key, positions, sampling.choice, streams)
+    return _race(log_target, sampling, positions, streams)
 
 
-def _distribution(logits: Tensor, rows: SamplingRows) -> Tensor:
-    return target_distribution(logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+def _race(log_target: Tensor, sampling: SamplingRows, positions: Tensor, stream: Stream) -> Tensor:
+    race_rows = kernels_for(log_target.device).race_rows
+    return race_rows(log_target, sampling.key, positions, sampling.choice, stream)
+
+
+def filtered_law(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """target_distribution of logits [rows, vocab] under each row's sampling."""
+    filtered = kernels_for(logits.device).target_distribution
+    return filtered(logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p)

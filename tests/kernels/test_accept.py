@@ -13,7 +13,7 @@ import torch
 from cluster.protocol.messages import SamplingParams
 from outrider_kernels import accept
 from outrider_kernels.accept import SamplingRows, accept_blocks, choose_tokens
-from outrider_kernels.gumbel_race import RACE
+from outrider_kernels.gumbel_race import RACE, race_rows
 from outrider_kernels.target_distribution import target_distribution
 
 CHAIN = torch.tensor(  # logits of the next token by the last one
@@ -271,7 +271,7 @@ def test_the_law_test_catches_a_block_judged_greedily_while_sampling(monkeypatch
 
 def test_the_law_test_catches_a_rejected_token_that_may_come_back(monkeypatch):
     def with_it(log_target, rejected, sampling, positions):
-        return accept.race_rows(log_target, sampling.key, positions, sampling.choice, RACE)
+        return race_rows(log_target, sampling.key, positions, sampling.choice, RACE)
 
     monkeypatch.setattr(accept, "_recover_or_bonus", with_it)
     pairs = run_chain(many(10_000, temperature=1.0, rule="ratio"), 1, draft_greedy)
@@ -279,7 +279,7 @@ def test_the_law_test_catches_a_rejected_token_that_may_come_back(monkeypatch):
 
 
 def test_the_law_test_catches_filters_left_out(monkeypatch):
-    monkeypatch.setattr(accept, "_distribution", lambda logits, rows: logits.log_softmax(dim=-1))
+    monkeypatch.setattr(accept, "filtered_law", lambda logits, rows: logits.log_softmax(dim=-1))
     for rule in ("coupled", "ratio"):
         pairs = run_chain(many(10_000, temperature=0.5, rule=rule), 1, draft_greedy)
         assert joint_p_value(pairs, 0.5, 0, 1.0) < 1e-8

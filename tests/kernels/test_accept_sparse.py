@@ -12,6 +12,7 @@ import torch
 from cluster.protocol.messages import SamplingParams
 from cluster.protocol.sparse_law import SCALE
 from outrider_kernels import accept_sparse as module
+from outrider_kernels import by_device
 from outrider_kernels.accept import SamplingRows, accept_blocks
 from outrider_kernels.accept_sparse import accept_sparse
 from outrider_kernels.gumbel_race import RACE
@@ -118,9 +119,9 @@ FILTERS = [
 @pytest.fixture(params=["block", "token"])
 def rule(request, monkeypatch):
     """accept_blocks judges by block verification; here by either rule."""
-    from outrider_kernels import accept
-
-    monkeypatch.setattr(accept, "accept_sparse", lambda *args: accept_sparse(*args, rule=request.param))
+    kernels = by_device.kernels_for(torch.device("cpu"))
+    chosen = kernels._replace(accept_sparse=lambda *args: accept_sparse(*args, rule=request.param))
+    monkeypatch.setattr(by_device, "_TORCH", chosen)
     return request.param
 
 

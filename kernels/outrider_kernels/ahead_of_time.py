@@ -1,0 +1,99 @@
+"""Builds every Triton kernel to machine code without a GPU, and says what each one takes of a multiprocessor.
+
+Owns the list of kernels with the argument types and tile sizes they run with. Knows nothing of running them. A kernel
+that is not listed here has not been seen to build for a GPU.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from outrider_kernels import (
+    accept_sparse_triton,
+    block_sampler_triton,
+    gumbel_race_triton,
+    philox_triton,
+    target_distribution_triton,
+)
+
+TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32)}
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel as it is launched. `types`: the non-constant arguments in order; `constants`: the others by name."""
+
+    function: Any
+    types: str
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    warps: int = 4
+
+    @property
+    def name(self) -> str:
+        return str(self.function.__name__)
+
+
+_PTR = "*i64 "
+KERNELS = (
+    Kernel(philox_triton.philox_kernel, "*i64 *i64 *i64 i32", {"BLOCK": 1024}),
+    Kernel(gumbel_race_triton.race_shard_kernel, "*fp32 " + 5 * _PTR + "*fp32 *i64 i32 i32 i32 i32", {"BLOCK": 1024}),
+    Kernel(gumbel_race_triton.reduce_races_kernel, "*fp32 *i64 *i64 *fp32 i32 i32 i32", {"SHARDS": 8}),
+    Kernel(
+        target_distribution_triton.target_distribution_kernel,
+        "*fp32 *fp32 *i64 *fp32 *fp32 *fp32 i32 i32",
+        {"BLOCK": 4096},
+    ),
+    Kernel(
+        accept_sparse_triton.accept_sparse_kernel, "*fp32 " + 12 * _PTR + "i32 i32", {"BY_BLOCK": True, "SUPPORT": 64}
+    ),
+    Kernel(
+        accept_sparse_triton.accept_sparse_kernel, "*fp32 " + 12 * _PTR + "i32 i32", {"BY_BLOCK": False, "SUPPORT": 64}
+    ),
+    Kernel(
+        block_sampler_triton.slot_kernel,
+        "*fp32 *fp32 *fp32 *fp32 *i64 *i64 *i64 *fp32 *i64 i32 i32 i32 i32 i32 fp32",
+        {"SESSIONS": 16, "TOKENS": 64, "RANKS": 32},
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one program takes. Spills and stack are bytes per thread, shared memory bytes per program."""
+
+    registers: int
+    spilled: int
+    stack: int
+    shared: int
+    code_bytes: int
+
+
+def build(kernel: Kernel, target: GPUTarget) -> Resources:
+    """Compile to a cubin and read its resource section. Raises what the compiler raises."""
+    free = [name for name in kernel.function.arg_names if name not in kernel.constants]
+    types = kernel.types.split()
+    assert len(free) == len(types), (kernel.name, free, types)
+    signature = {**dict(zip(free, types, strict=True)), **dict.fromkeys(kernel.constants, "constexpr")}
+    source = ASTSource(kernel.function, signature, dict(kernel.constants))
+    compiled = triton.compile(source, target=target, options={"num_warps": kernel.warps, "enable_fp_fusion": False})
+    cubin = compiled.asm["cubin"]
+    return _resources(cubin, int(compiled.metadata.shared))
+
+
+def _resources(cubin: bytes, shared: int) -> Resources:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(_TOOLS / "cuobjdump"), "-res-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
+    return Resources(found["REG"], found["LOCAL"], found["STACK"], shared, len(cubin))
