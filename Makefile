@@ -6,7 +6,10 @@ READY  := $(VENV)/.installed
 # Two replicas on the same cores spin at each other's barriers otherwise (docs/architecture.md).
 export GOMP_SPINCOUNT := 0
 
-.PHONY: help serve demo test test-exactness test-system lint bench-quick clean
+# Tests of the law of the text; they need no model.
+LOSSLESS := tests/exactness/enumeration $(patsubst %,tests/exactness/test_%.py,violations joint_law acceptance_law all_splits chaos)
+
+.PHONY: help serve demo test test-lossless test-exactness test-system lint bench-quick clean
 help:                ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
 
@@ -29,8 +32,11 @@ demo: $(READY)       ## Start everything, stream one chat answer with and withou
 test: $(READY)       ## The tests (under 15 minutes on two cores)
 	@$(BIN)/python -m pytest $(ARGS)
 
+test-lossless: $(READY)  ## Laws of the text, violations and chaos in their long forms (docs/losslessness.md)
+	@$(BIN)/python -m pytest -m "slow or not slow" $(LOSSLESS) $(ARGS)
+
 test-exactness: $(READY)  ## Token-for-token exactness of the default model, every drafter and depth
-	@$(BIN)/python -m pytest -m slow tests/exactness $(ARGS)
+	@$(BIN)/python -m pytest -m slow $(filter-out $(LOSSLESS), $(wildcard tests/exactness/test_*.py)) $(ARGS)
 
 test-system: $(READY)  ## Real processes under Ray: kills, disconnects, the openai client
 	@$(BIN)/python -m pytest -m slow tests/system $(ARGS)

@@ -6,11 +6,13 @@ alarm of each right way: 1e-9).
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from torch import Tensor
 from cluster.protocol.messages import SamplingParams
 from outrider_kernels.accept import SamplingRows, accept_blocks
 from outrider_kernels.gumbel_race import RECOVER, race_rows
+from outrider_kernels.processors import RuledBlock, process, rules_of
 from outrider_kernels.sparse_draft import DraftSupports, SparseRows, draft_sparse, quantise
 from tests.exactness.chi_square import p_value
 from tests.exactness.enumeration.laws import (
@@ -50,6 +53,7 @@ from tests.exactness.enumeration.race import race_joint
 from tests.exactness.enumeration.rounds import DraftedBy, coupled_law, drawn_from, raced, text_law
 from tests.exactness.enumeration.rules import Outcome, Rule, block_verification, greedy, residual, token_ratio
 from tests.exactness.enumeration.shipped import (
+    CONTEXTS,
     LEVEL,
     DraftBlocks,
     Judge,
@@ -408,3 +412,18 @@ def test_enumeration_sees_even_a_rounding_to_sixteen_bits_after_the_draw() -> No
 
 def test_the_better_of_two_is_a_law() -> None:
     assert sum(better_of_two_by_chance(DRAFT, (), block) for block in texts(DEPTH)) == 1
+
+
+def test_the_shipped_penalties_see_the_block() -> None:
+    """H10 in the shipped processors: rows of a block after every committed text are those of the right way."""
+    sampling = SamplingParams(max_tokens=9, temperature=1.0, presence_penalty=math.log(4))
+    raw = table(TARGET)
+    for text in contexts():
+        for block in itertools.product(range(VOCAB), repeat=DEPTH - len(text)):
+            reached = [text + block[:i] for i in range(len(block) + 1)]
+            rules = rules_of(sampling, np.array([0, *text]), 1, VOCAB)  # a prompt of one token
+            assert rules is not None
+            logits = raw[[CONTEXTS.index(context) for context in reached]]
+            laws = process(logits, [RuledBlock(rules, 0, np.array(block, np.int64))]).softmax(dim=-1)
+            for law, context in zip(laws.tolist(), reached, strict=True):
+                assert law == pytest.approx([float(share) for share in PENALISED[context]], abs=1e-6)
