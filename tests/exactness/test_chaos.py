@@ -11,10 +11,12 @@ import threading
 
 import pytest
 
+from cluster.protocol.errors import Unavailable
 from cluster.protocol.messages import SamplingParams, Speculation
-from cluster.simulator.data_plane import LAW, SCRIPTS, DataPlane, Text
+from cluster.simulator.data_plane import LAW, SCRIPTS, DataPlane, Text, until
 from cluster.simulator.scripted_drafters import DeadDrafter, ScriptedDrafter, SlowDrafter
 from drafter_service.interface import Drafter
+from router.client import RouterClient
 from router.generation import Generation
 from tests.router.test_chaos import disturbed
 
@@ -79,6 +81,11 @@ class Replacements:
     async def finished(self) -> None:
         await asyncio.gather(*self._tasks)
 
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     async def _replace(self, pool: str) -> None:
         async with self._one_at_a_time:
             names = self._names[pool]
@@ -102,11 +109,36 @@ class Replacements:
             )
 
 
+async def text_of(
+    plane: DataPlane,
+    client: RouterClient,
+    replacements: Replacements,
+    prompt: list[int],
+    sampling: SamplingParams,
+    limit: Speculation,
+) -> Text:
+    """As clients do, ask again when refused before the first token: for a moment no router may have a verifier."""
+    begun = False
+
+    async def on_burst(generation: Generation, text: Text) -> None:
+        nonlocal begun
+        begun = True
+        await replacements.on_burst(generation, text)
+
+    for _ in range(50):
+        try:
+            return await plane.generate(client, prompt, sampling, limit, on_burst)
+        except Unavailable:
+            assert not begun, "a text that had begun was given up"
+            await until(lambda: any(router.stats()["verifiers"] for router in plane.routers.values()))
+    raise AssertionError("refused for ever")
+
+
 async def run_chaos(seed: int) -> None:
     rng = random.Random(seed)
     plane = DataPlane(disturbed(seed))
+    replacements = Replacements(plane, rng)
     try:
-        replacements = Replacements(plane, rng)
         await replacements.start()
         client = plane.client(resume_timeout_s=20.0)
         prompts = [[rng.randrange(LAW.vocab_size) for _ in range(rng.choice([1, 5, 40]))] for _ in range(SESSIONS)]
@@ -114,7 +146,7 @@ async def run_chaos(seed: int) -> None:
         limits = [Speculation(max_depth=rng.choice([None, None, 0, 2])) for _ in range(SESSIONS)]
         texts = await asyncio.gather(
             *(
-                plane.generate(client, prompt, sampling, limit, replacements.on_burst)
+                text_of(plane, client, replacements, prompt, sampling, limit)
                 for prompt, sampling, limit in zip(prompts, samplings, limits, strict=True)
             )
         )
@@ -125,6 +157,7 @@ async def run_chaos(seed: int) -> None:
         assert len(replacements.done) == 3
         assert all(router.stats()["sessions"] == 0 for router in plane.routers.values())
     finally:
+        await replacements.stop()
         await plane.close()
 
 
