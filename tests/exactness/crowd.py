@@ -15,6 +15,7 @@ import torch
 from cluster.protocol.messages import (
     DraftSupport,
     Epoch,
+    Law,
     OpenSession,
     SamplingParams,
     VerifyRequest,
@@ -99,7 +100,7 @@ class Crowd:
                 group.items(), self._draft(list(group.values()), kind, depth), strict=True
             ):
                 base_len = len(self._prompt) + len(writer.tokens)
-                law = "point" if support is None else "sparse"
+                law: Law = "point" if support is None else "sparse"
                 found[name] = VerifyRequest(name, EPOCH, base_len, base_len, as_tokens(tokens), law, support)
         return found
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from cluster.protocol.messages import SamplingParams
+from cluster.protocol.messages import Rule, SamplingParams
 from cluster.simulator.scripted_target import ScriptedLaw
 from tests.exactness.chi_square import p_value
 from tests.exactness.crowd import Crowd, Kind, Writer
@@ -27,7 +27,7 @@ PLAIN = SamplingParams(max_tokens=3, temperature=1.0)
 CUT = SamplingParams(max_tokens=3, temperature=0.8, top_k=6, top_p=0.93)
 
 # Who writes: the rule, how the drafts are drawn, and how deep the rounds are.
-WAYS: dict[str, tuple[str, Kind, bool]] = {
+WAYS: dict[str, tuple[Rule, Kind, bool]] = {
     "block verification of sampled drafts": ("ratio", "sampled", True),
     "point-mass ratio": ("ratio", "point", True),
     "coupled, drafts of the same noise": ("coupled", "raced", True),

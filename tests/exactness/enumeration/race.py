@@ -24,7 +24,7 @@ def coupled_acceptance(target: Law, draft: Law) -> Fraction:
     found = Fraction(0)
     for t, d in zip(target, draft, strict=True):
         if t and d:
-            found += 1 / sum(max(tv / t, dv / d) for tv, dv in zip(target, draft, strict=True))
+            found += 1 / sum((max(tv / t, dv / d) for tv, dv in zip(target, draft, strict=True)), Fraction(0))
     return found
 
 
@@ -32,7 +32,7 @@ def _both(first: Law, second: Law, i: int, j: int) -> Fraction:
     if not first[i] or not second[j]:
         return Fraction(0)
     if i == j:
-        return 1 / sum(max(f / first[i], s / second[j]) for f, s in zip(first, second, strict=True))
+        return 1 / sum((max(f / first[i], s / second[j]) for f, s in zip(first, second, strict=True)), Fraction(0))
     others = [k for k in range(len(first)) if k not in (i, j)]
 
     def scale(r: Fraction) -> Fraction:

@@ -114,7 +114,7 @@ def as_tensor(law: TextLaw) -> Tensor:
 def _verified(way: Way, node: Tensor, tokens: Tensor, last: Tensor, generator: torch.Generator) -> Tensor:
     """[S] depths: the policy asked once for each thing that it may see."""
     code = torch.cat([node[:, None], last[:, None], tokens], dim=1)
-    cases, which = code.unique(dim=0, return_inverse=True)
+    cases, which = torch.unique(code, dim=0, return_inverse=True)
     odds = torch.zeros(len(cases), DEPTH + 1)
     for case, (at, before, *block) in enumerate(cases.tolist()):
         text = CONTEXTS[at]
