@@ -12,6 +12,7 @@ from cluster.protocol.errors import HandshakeRefused, LinkClosed, ProtocolError
 from cluster.protocol.grpc_carrier import GrpcTransport
 from cluster.protocol.local import LocalTransport
 from cluster.protocol.messages import (
+    PROTOCOL_VERSION,
     Close,
     DraftBlock,
     Epoch,
@@ -302,10 +303,13 @@ async def test_connecting_to_nobody_fails_in_bounded_time(transport: Transport) 
         await soon(transport.connect(listener.address, ROUTER, timeout_s=2))
 
 
+BOTH_VERSIONS = (PROTOCOL_VERSION, PROTOCOL_VERSION + 1)
+
+
 @pytest.mark.parametrize(
     ("hello", "told"),
     [
-        (replace(ROUTER, protocol_version=7), ["verifier-0", "1", "7"]),
+        (replace(ROUTER, protocol_version=PROTOCOL_VERSION + 1), ["verifier-0", *map(str, BOTH_VERSIONS)]),
         (DRAFTER, ["verifier", "verifier-0", "drafter", "drafter-0"]),
         (replace(VERIFIER, replica_id="verifier-1"), ["verifier-0", "verifier-1"]),
     ],
