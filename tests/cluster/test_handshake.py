@@ -17,7 +17,7 @@ from cluster.protocol.handshake import (
 )
 from cluster.protocol.link import admit, greet
 from cluster.protocol.local import pipe_pair
-from cluster.protocol.messages import Hello
+from cluster.protocol.messages import PROTOCOL_VERSION, Hello
 from cluster.protocol.pipe import Pipe
 
 SECRET = b"a secret of both sides"
@@ -45,8 +45,10 @@ def test_no_other_two_roles_have_a_link(one: Hello, other: Hello) -> None:
 
 
 def test_different_protocol_versions_are_refused_with_both() -> None:
-    with pytest.raises(HandshakeRefused, match=r"'router-0' speaks 3.*'verifier-0' speaks 2"):
-        check_compatible(ROUTER, replace(VERIFIER, protocol_version=2))
+    other = PROTOCOL_VERSION + 1
+    told = rf"'router-0' speaks {PROTOCOL_VERSION}.*'verifier-0' speaks {other}"
+    with pytest.raises(HandshakeRefused, match=told):
+        check_compatible(ROUTER, replace(VERIFIER, protocol_version=other))
 
 
 def test_a_drafter_with_the_targets_token_table_fits() -> None:
