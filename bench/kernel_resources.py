@@ -5,12 +5,8 @@
 Needs no GPU. The table stands between two markers; everything else in the document is left as it is.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from importlib.metadata import version
+from pathlib import Path
 
 from outrider_kernels.ahead_of_time import KERNELS, TARGETS, build
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cluster.protocol.messages import SamplingParams
+from outrider_kernels.best_tokens import best_token
 from outrider_kernels.by_device import kernels_for
 from outrider_kernels.gumbel_race import ACCEPT, RACE, RECOVER, Stream, uniform
 from outrider_kernels.philox import signed_key
@@ -177,11 +178,12 @@ def choose_tokens(logits: Tensor, sampling: SamplingRows, positions: Tensor) -> 
     """
     sampled = (sampling.temperature >= GREEDY_TEMPERATURE).nonzero().flatten()
     if sampled.numel() == 0:
-        return logits.argmax(dim=-1)  # the first maximum: ties go to the smaller id
+        return best_token(logits)  # ties go to the smaller id
     if sampled.numel() == len(logits):
-        log_target = filtered_law(logits, sampling)
-        return _race(log_target, sampling, positions, RACE)
-    chosen = logits.argmax(dim=-1)
+        sample = kernels_for(logits.device).sample_rows
+        filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+        return sample(logits, *filters, sampling.key, positions, sampling.choice, RACE)
+    chosen = best_token(logits)
     chosen[sampled] = choose_tokens(logits[sampled], sampling.take(sampled), positions[sampled])
     return chosen
 

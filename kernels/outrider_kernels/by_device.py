@@ -5,12 +5,13 @@ Knows nothing of what the kernels compute. Triton is imported when the first GPU
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider_kernels import accept_sparse, gumbel_race, target_distribution
+from outrider_kernels import accept_sparse, gumbel_race, sample_rows, target_distribution
+from outrider_kernels.gumbel_race import Stream
 
 
 class Kernels(NamedTuple):
@@ -18,10 +19,16 @@ class Kernels(NamedTuple):
 
     target_distribution: Callable[..., Tensor]
     race_rows: Callable[..., Tensor]
+    sample_rows: Callable[..., Tensor]
     accept_sparse: Callable[..., tuple[Tensor, Tensor]]
 
 
-_TORCH = Kernels(target_distribution.target_distribution, gumbel_race.race_rows, accept_sparse.accept_sparse)
+_TORCH = Kernels(
+    target_distribution.target_distribution,
+    gumbel_race.race_rows,
+    sample_rows.sample_rows,
+    accept_sparse.accept_sparse,
+)
 
 
 def kernels_for(device: torch.device) -> Kernels:
@@ -32,5 +39,23 @@ def kernels_for(device: torch.device) -> Kernels:
 def _triton() -> Kernels:
     from outrider_kernels import accept_sparse_triton, gumbel_race_triton, target_distribution_triton
 
-    modules: tuple[Any, ...] = (target_distribution_triton, gumbel_race_triton, accept_sparse_triton)
-    return Kernels(*(getattr(module, name) for module, name in zip(modules, Kernels._fields, strict=True)))
+    def sample(
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor | None,
+        key: Tensor,
+        position: Tensor,
+        choice: Tensor,
+        stream: Stream,
+    ) -> Tensor:
+        log_target = target_distribution_triton.target_distribution(logits, temperature, top_k, top_p, min_p)
+        return gumbel_race_triton.race_rows(log_target, key, position, choice, stream)
+
+    return Kernels(
+        target_distribution_triton.target_distribution,
+        gumbel_race_triton.race_rows,
+        sample,
+        accept_sparse_triton.accept_sparse,
+    )

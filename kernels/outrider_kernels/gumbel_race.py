@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from outrider_kernels.best_tokens import best_tokens
 from outrider_kernels.philox import key_words, philox
 
 # Streams: the fourth counter word. One per purpose, so that no purpose ever sees another's randomness.
@@ -20,6 +21,7 @@ DRAFT = 1  # a drafter's own sampling under the ratio rule
 ACCEPT = 2  # the uniforms of the ratio test
 RECOVER = 3  # the draw that replaces a rejected token
 Stream: TypeAlias = int | Tensor
+_NO_TOKEN = 2**62
 
 # Tokens raced at once per thread: two rows of a 49k vocabulary stay in cache, which is a fifth faster than 40 rows.
 _TOKENS_AT_ONCE = 1 << 17
@@ -81,7 +83,8 @@ def race_rows(log_target: Tensor, key: Tensor, position: Tensor, choice: Tensor,
         return log_target.new_zeros(0, dtype=torch.int64)
     contenders = max(1, int(_can_win(log_target).sum(dim=-1).max()))
     if contenders * 8 < vocab_size:
-        return _race_few(log_target, contenders, key, position, choice, stream)
+        scores, token_ids = best_tokens(log_target, contenders)
+        return race_few(scores, token_ids, key, position, choice, stream)
     chosen = []
     at_once = max(1, _TOKENS_AT_ONCE * torch.get_num_threads() // vocab_size)
     for part in torch.arange(rows, device=key.device).split(at_once):  # type: ignore[no-untyped-call]
@@ -118,15 +121,15 @@ def _can_win(log_target: Tensor) -> Tensor:
     return log_target >= log_target.amax(dim=-1, keepdim=True) - _NOISE_SPREAD
 
 
-def _race_few(
-    log_target: Tensor, contenders: int, key: Tensor, position: Tensor, choice: Tensor, stream: Stream
+def race_few(
+    log_target: Tensor, token_ids: Tensor, key: Tensor, position: Tensor, choice: Tensor, stream: Stream
 ) -> Tensor:
-    """The same race among each row's best tokens only; for supports cut by top-k or top-p."""
-    scores, token_ids = log_target.topk(contenders, dim=-1)
-    scores = scores + token_noise(token_ids, key, position, choice, stream)
+    """The same race among listed tokens only, log_target and token_ids [rows, n]: of supports that filters have cut."""
+    scores = log_target + token_noise(token_ids, key, position, choice, stream)
     winners = scores == scores.amax(dim=-1, keepdim=True)
     # Without a winner the row is NaN: its token means nothing, but stays a token.
-    return torch.where(winners, token_ids, log_target.shape[-1] - 1).amin(dim=-1)
+    first = torch.where(winners, token_ids, _NO_TOKEN).amin(dim=-1)
+    return torch.where(first == _NO_TOKEN, token_ids[:, 0], first)
 
 
 def _counter(first: Tensor, second: Tensor, third: Tensor, stream: Stream) -> tuple[Tensor, Tensor, Tensor, Tensor]:

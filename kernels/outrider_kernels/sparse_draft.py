@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cluster.protocol.messages import DraftSupport
 from cluster.protocol.sparse_law import SCALE
+from outrider_kernels.best_tokens import best_tokens
 from outrider_kernels.gumbel_race import DRAFT, uniform_words
 
 SUPPORT_SIZE = 64  # ids per draft token: about 1 point of acceptance below the whole vocabulary, 400 bytes
@@ -83,7 +84,7 @@ def quantise(log_draft: Tensor, size: int = SUPPORT_SIZE) -> SparseRows:
 
     log_draft [rows, vocab] float32, normalised or not, -inf = excluded. What rounds to 0 leaves the support.
     """
-    scores, ids = log_draft.topk(min(size, log_draft.shape[-1]), dim=-1)
+    scores, ids = best_tokens(log_draft, min(size, log_draft.shape[-1]))
     quotas = scores.double().softmax(dim=-1).mul_(SCALE)
     # A row of NaN becomes a point mass: a wrong draft costs speed, a contradictory one its whole block.
     sound = quotas.sum(dim=-1, keepdim=True) > 0

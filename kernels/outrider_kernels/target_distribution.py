@@ -8,6 +8,8 @@ too, whatever their ids.
 import torch
 from torch import Tensor
 
+from outrider_kernels.short_law import is_filtered, short_law
+
 # Below this a temperature is greedy: a gap of 0.001 between two logits is then already 100 nats.
 GREEDY_TEMPERATURE = 1e-5
 
@@ -24,9 +26,35 @@ def target_distribution(
     float32, 1 = off; min_p [rows] float32, 0 = off: tokens below min_p times the best one's probability go. top-p keeps
     the best tokens whose better ones hold less than top_p of what top-k left.
     """
+    temperature = clamped(temperature)
+    short = is_filtered(top_k, top_p, min_p, logits.shape[-1]).nonzero().flatten()
+    if short.numel() == 0:
+        return _over_the_vocabulary(logits, temperature, top_k, top_p, min_p)
+    filters = temperature[short], top_k[short], top_p[short], None if min_p is None else min_p[short]
+    law = short_law(logits if len(short) == len(logits) else logits[short], *filters)
+    log_target = torch.full_like(logits, -torch.inf)
+    log_target.index_put_((short[:, None], law.ids), law.log_target)
+    rest = torch.ones_like(top_k, dtype=torch.bool)
+    rest[short[law.known]] = False
+    left = rest.nonzero().flatten()
+    if left.numel():
+        log_target[left] = _over_the_vocabulary(
+            logits[left], temperature[left], top_k[left], top_p[left], None if min_p is None else min_p[left]
+        )
+    return log_target
+
+
+def clamped(temperature: Tensor) -> Tensor:
+    """Within what float32 can divide by."""
+    return temperature.clamp(GREEDY_TEMPERATURE, torch.finfo(torch.float32).max)
+
+
+def _over_the_vocabulary(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None
+) -> Tensor:
     # Relative to the best token before the division: float32 stays exact where the choice is made, whatever the scale.
     scores = logits - logits.amax(dim=-1, keepdim=True)
-    scores.div_(temperature.clamp(GREEDY_TEMPERATURE, torch.finfo(torch.float32).max)[:, None])
+    scores.div_(temperature[:, None])
     if min_p is not None and bool((min_p > 0).any()):
         scores.masked_fill_(scores < min_p.log()[:, None], -torch.inf)
     scores = _keep_top_k(scores, top_k)

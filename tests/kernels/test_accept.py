@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cluster.protocol.messages import SamplingParams
-from outrider_kernels import accept
+from outrider_kernels import accept, by_device
 from outrider_kernels.accept import SamplingRows, accept_blocks, choose_tokens
 from outrider_kernels.gumbel_race import RACE, race_rows
 from outrider_kernels.target_distribution import target_distribution
@@ -279,7 +279,14 @@ def test_the_law_test_catches_a_rejected_token_that_may_come_back(monkeypatch):
 
 
 def test_the_law_test_catches_filters_left_out(monkeypatch):
-    monkeypatch.setattr(accept, "filtered_law", lambda logits, rows: logits.log_softmax(dim=-1))
+    def unfiltered(logits, *filters):
+        return logits.log_softmax(dim=-1)
+
+    def sample(logits, temperature, top_k, top_p, min_p, *keyed):
+        return race_rows(unfiltered(logits), *keyed)
+
+    faulty = by_device.kernels_for(CHAIN.device)._replace(target_distribution=unfiltered, sample_rows=sample)
+    monkeypatch.setattr(by_device, "_TORCH", faulty)
     for rule in ("coupled", "ratio"):
         pairs = run_chain(many(10_000, temperature=0.5, rule=rule), 1, draft_greedy)
         assert joint_p_value(pairs, 0.5, 0, 1.0) < 1e-8
