@@ -16,8 +16,11 @@ from outrider_kernels.best_tokens import best_token
 from outrider_kernels.by_device import kernels_for
 from outrider_kernels.gumbel_race import ACCEPT, RACE, RECOVER, Stream, uniform
 from outrider_kernels.philox import signed_key
+from outrider_kernels.short_law import is_filtered
 from outrider_kernels.sparse_draft import DraftSupports, SparseRows
 from outrider_kernels.target_distribution import GREEDY_TEMPERATURE
+
+_FEW_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,8 @@ def _accept_drawn(
 def _accept_row_by_row(
     logits: Tensor, row_starts: Tensor, draft_ids: Tensor, sampling: SamplingRows
 ) -> tuple[Tensor, Tensor]:
+    if _choosing_is_cheap(len(logits), logits.shape[-1], sampling):
+        return _accept_by_choice(logits, row_starts, draft_ids, sampling)
     num_accepted = torch.zeros_like(row_starts[1:])
     next_token = torch.zeros_like(row_starts[1:])
     # Row i of every session whose first i tokens were accepted: what follows a rejection is never computed, which on
@@ -137,6 +142,30 @@ def _accept_row_by_row(
         going = going[accepted]
         index += 1
     return num_accepted, next_token
+
+
+def _choosing_is_cheap(rows: int, vocab: int, sampling: SamplingRows) -> bool:
+    """Whether choosing in every row at once, after a rejection too, costs less than going step by step: the best token
+    of a row always, a filtered race while there are few rows (fewer, larger operations), the ratio test never."""
+    greedy = sampling.temperature < GREEDY_TEMPERATURE
+    if rows > _FEW_ROWS:
+        return bool(greedy.all())
+    filtered = is_filtered(sampling.top_k, sampling.top_p, sampling.min_p, vocab)
+    return bool((greedy | (filtered & ~sampling.ratio)).all())
+
+
+def _accept_by_choice(
+    logits: Tensor, row_starts: Tensor, draft_ids: Tensor, sampling: SamplingRows
+) -> tuple[Tensor, Tensor]:
+    """Greedy and coupled: the target chooses in every row, and a block stands up to the first row that differs."""
+    starts = row_starts[:-1]
+    session = torch.arange(len(starts), device=logits.device).repeat_interleave(row_starts.diff())
+    rows = torch.arange(len(logits), device=logits.device)
+    chosen = choose_tokens(logits, sampling.take(session), sampling.base_len[session] + rows - starts[session])
+    # A session's last row has no draft and always differs.
+    different = (chosen != draft_ids).nonzero().flatten()
+    ends = different[torch.searchsorted(different, starts)]
+    return ends - starts, chosen[ends]
 
 
 def _judge(logits: Tensor, draft_ids: Tensor, sampling: SamplingRows, index: int) -> tuple[Tensor, Tensor]:
