@@ -351,6 +351,7 @@ def main() -> None:
         serve_worker(options.worker)
         return
     found = {"provenance": provenance()} | measure(options.repeats, not options.no_http)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(found, indent=2) + "\n")
     print(json.dumps({key: value for key, value in found.items() if key != "provenance"}, indent=2))
 
