@@ -20,7 +20,7 @@ from outrider_kernels.prepacked_linear import PrepackedLinear, can_prepack
 # Layers of exactly this shape: pre-norm, q/k/v/o with optional biases, full rotary embedding, gated SiLU.
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
 
-# Passes of up to three rows, all of depth 0 at low load, are a fifth faster with plain weights beside the packed ones.
+# Passes of few rows, all of depth 0 at low load, use plain weights beside the packed ones (prepacked_linear.py).
 # Larger models do not pay for that with their memory.
 _KEEP_PLAIN_BYTES = 2 << 30
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 logger = logging.getLogger(__name__)
 
 _PACK_FOR_ROWS = 8  # the layout is chosen for about this many rows: a verification block
-# Up to this many rows the plain weight is faster. SmolLM2-135M, two AVX-512 cores, ms per pass, plain and packed:
-# 26 and 30 for one row, 28 and 33 for two, 31 and 37 for three, 44 and 36 for five.
+# Up to this many rows the plain weight was faster in trials on two AVX-512 cores; no recorded benchmark has it yet.
 _PLAIN_ROWS = 3
 
 
