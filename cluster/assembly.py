@@ -9,10 +9,11 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from cluster.board import RENEW_EVERY_S, Board, Pool, Registration
 from cluster.config import Config, DrafterConfig, RouterConfig, TargetConfig
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from verifier_service.engine import Engine
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FIRST_ANSWER_LIMIT_S = 600.0  # the verifier may still be converting or loading the model
 
@@ -83,8 +86,8 @@ def replica_id(pool: Pool) -> str:
 
 async def start_verifier(config: TargetConfig, wiring: Wiring) -> PoolReplica:
     """Raises InvalidRequest or NotFound for a model that cannot be served."""
-    directory = await asyncio.to_thread(resolve, config.model_loading_config.model_source)
-    engine = await asyncio.to_thread(_load_engine, directory, config)
+    directory = await _on_a_passing_thread(resolve, config.model_loading_config.model_source)
+    engine = await _on_a_passing_thread(_load_engine, directory, config)
     hello = Hello(
         "verifier",
         replica_id("verifier"),
@@ -139,8 +142,8 @@ async def start_drafter(config: DrafterConfig, target: TargetConfig, wiring: Wir
 
         return await start_drafter_of(PromptLookup(config.max_depth, config.max_sessions), hello, wiring)
     codec = _text_codec(await asyncio.to_thread(resolve, target.model_loading_config.model_source))
-    directory = await asyncio.to_thread(resolve, config.model_source)
-    drafter, max_len = await asyncio.to_thread(_load_draft_model, directory, config, codec.vocab_size)
+    directory = await _on_a_passing_thread(resolve, config.model_source)
+    drafter, max_len = await _on_a_passing_thread(_load_draft_model, directory, config, codec.vocab_size)
     # The size is the target's: heads are padded differently, and ids beyond it are never proposed.
     own_hash = _text_codec(directory).vocab_hash()
     hello = replace(hello, vocab_size=codec.vocab_size, vocab_hash=own_hash, max_len=max_len)
@@ -163,6 +166,14 @@ def _load_draft_model(directory: Path, config: DrafterConfig, vocab_size: int) -
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     model = PagedLM(directory, num_pages=config.kv_cache_tokens // 16)
     return DraftModel(model, vocab_size, config.max_depth), model.max_len
+
+
+async def _on_a_passing_thread(function: Callable[..., T], *args: Any) -> T:
+    """What loads a model must not leave a thread behind: every thread that has ever run a parallel loop keeps a team
+    of OpenMP threads while it lives, and with more of those than cores libgomp's waits give up spinning almost at once
+    (`gomp_throttled_spin_count`), those of the engine's own thread as well. That cost half the speed of a pass."""
+    with ThreadPoolExecutor(1) as thread:
+        return await asyncio.get_running_loop().run_in_executor(thread, function, *args)
 
 
 async def _join(pool: Pool, service: _Service, hello: Hello, load: Any, wiring: Wiring) -> PoolReplica:
@@ -296,9 +307,9 @@ class ClusterWatch:
             while True:
                 await self._read()
                 with contextlib.suppress(Unavailable):
-                    routers = [r for r in await self._board.members("router") if r.stats.get("verifiers")]
-                    verifiers = await self._board.members("verifier")
-                    if routers and verifiers:
+                    members = await self._board.members("router", "verifier")
+                    verifiers = [r for r in members if r.pool == "verifier"]
+                    if verifiers and any(r.pool == "router" and r.stats.get("verifiers") for r in members):
                         return verifiers[0]
                 await asyncio.sleep(0.1)
 
@@ -308,14 +319,13 @@ class ClusterWatch:
             await asyncio.sleep(RENEW_EVERY_S / 2)
 
     async def _read(self) -> None:
-        pools: tuple[Pool, ...] = ("router", "verifier", "drafter")
         try:
-            found = {pool: await self._board.members(pool) for pool in pools}
+            members = await self._board.members("router", "verifier", "drafter")
         except Unavailable as error:
             logger.warning("health is as of the last reading: %s", error)
             return
-        self._metrics.set_cluster(member for members in found.values() for member in members)
-        self.serving = bool(found["router"]) and bool(found["verifier"])
+        self._metrics.set_cluster(members)
+        self.serving = {"router", "verifier"} <= {member.pool for member in members}
 
 
 def _text_codec(directory: Path) -> "TextCodec":

@@ -38,8 +38,8 @@ class Board(Protocol):
         """Forget the replica and its leases at once."""
         ...
 
-    async def members(self, pool: Pool) -> tuple[Registration, ...]:
-        """The living replicas of a pool, ordered by replica_id."""
+    async def members(self, *pools: Pool) -> tuple[Registration, ...]:
+        """The living replicas of these pools, ordered by replica_id."""
         ...
 
     async def lease(self, verifier_id: str, router_id: str) -> bool:
@@ -66,10 +66,10 @@ class LocalBoard:
         self._members.pop(replica_id, None)
         self._leases = {v: lease for v, lease in self._leases.items() if replica_id not in (v, lease[0])}
 
-    async def members(self, pool: Pool) -> tuple[Registration, ...]:
+    async def members(self, *pools: Pool) -> tuple[Registration, ...]:
         now = self._clock()
         self._members = {k: entry for k, entry in self._members.items() if entry[1] > now}
-        return tuple(self._members[k][0] for k in sorted(self._members) if self._members[k][0].pool == pool)
+        return tuple(self._members[k][0] for k in sorted(self._members) if self._members[k][0].pool in pools)
 
     async def lease(self, verifier_id: str, router_id: str) -> bool:
         now = self._clock()

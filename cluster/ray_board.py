@@ -38,8 +38,8 @@ class RayBoard:
     async def leave(self, replica_id: str) -> None:
         await self._call("leave", replica_id)
 
-    async def members(self, pool: Pool) -> tuple[Registration, ...]:
-        found: tuple[Registration, ...] = await self._call("members", pool)
+    async def members(self, *pools: Pool) -> tuple[Registration, ...]:
+        found: tuple[Registration, ...] = await self._call("members", *pools)
         return found
 
     async def lease(self, verifier_id: str, router_id: str) -> bool:

@@ -49,9 +49,10 @@ class Discovery:
         """One look at the board. A board that does not answer changes nothing."""
         try:
             await self._board.renew(self._describe())
-            verifiers = {r.replica_id: r for r in await self._board.members("verifier")}
-            drafters = {r.replica_id: r for r in await self._board.members("drafter")}
-            routers = await self._board.members("router")
+            members = await self._board.members("verifier", "drafter", "router")
+            verifiers = {r.replica_id: r for r in members if r.pool == "verifier"}
+            drafters = {r.replica_id: r for r in members if r.pool == "drafter"}
+            routers = [r for r in members if r.pool == "router"]
             await self._renew_leases(verifiers)
             await self._share(verifiers, max(1, len(routers)))
         except Unavailable as error:

@@ -24,6 +24,7 @@ LinkId: TypeAlias = int
 
 _REPORT_EVERY_S = 0.1  # after something happened; LoadReport's promise
 _IDLE_REPORT_EVERY_S = 1.0
+_PROOF_S = 1.0  # a pass that ended so recently proves as much as a probe would
 # With nothing but prefill to do just after results went out, wait this long for the next blocks of those sessions:
 # else each of their rounds would sit out a whole pass of prefill.
 _LINGER_S = 0.01
@@ -77,6 +78,7 @@ class EngineThread:
         self._links: set[LinkId] = set()
         self._owner: dict[str, LinkId] = {}  # of each session that is held or waits
         self._reported_s = float("-inf")
+        self._stepped_s = float("-inf")
         self._changed = True
         self._answered = False  # the last pass answered sessions that go on
         self._broken = False
@@ -118,6 +120,7 @@ class EngineThread:
             self._send(self._engine.expire())
         if self._engine.has_work:
             results = self._engine.step()
+            self._stepped_s = self._clock()
             self._changed = True
             self._answered = any(result.finish_reason is None for result in results)
             self._send(results)
@@ -164,7 +167,8 @@ class EngineThread:
         if not done.set_running_or_notify_cancel():
             return  # whoever asked has stopped waiting
         try:
-            self._engine.probe()
+            if self._clock() - self._stepped_s > _PROOF_S:
+                self._engine.probe()
         except Exception as error:
             done.set_exception(Unavailable(f"the probe failed: {error}"))
             raise
