@@ -5,7 +5,9 @@ expected comes from the same server's greedy text without the parameter: a stop 
 sixth token banned. A parameter that changes nothing, or that no accepted draft met, has not been tested.
 """
 
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from typing import TypeVar
 
 from cluster.check.answer import Answer, Ask
 from cluster.check.compare import same, same_greedy
@@ -14,11 +16,20 @@ from cluster.check.finding import Cell, Verdict, passed, tested, violation, wors
 from cluster.check.prompts import COPY, SHORT_ANSWER
 from cluster.check.twins import Twins
 
+Value = TypeVar("Value")
+
 LENGTH = 40  # tokens of the copied text
 LIMITS = (1, 2, 3, 4, 5, 8, 9)  # max_tokens: around the depths in use, and one token more
 NATURAL_END = 128  # tokens within which a short answer should end by itself
 BAN = -100.0
-PENALTIES = {"presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.3}
+# Strengths in the order tried: one that changes the text, but not so much that no copied block is accepted.
+PENALTIES = {
+    "presence_penalty": (1.0, 1.5, 2.0),
+    "frequency_penalty": (1.0, 0.5),
+    "repetition_penalty": (1.3, 1.15, 1.08, 1.04),
+}
+MILD = {"presence_penalty": 0.2, "frequency_penalty": 0.2, "repetition_penalty": 1.05}
+SEEDS = range(42, 48)  # tried in turn until an accepted draft met all parameters
 
 
 class BlockParameters:
@@ -40,7 +51,7 @@ class BlockParameters:
             Cell("min_tokens", partial(self._min_tokens, twins)),
             Cell("stop_token_ids", partial(self._stop_token, twins, base)),
             Cell("logit_bias", partial(self._logit_bias, twins, base)),
-            *(Cell(name, partial(self._penalty, twins, base, name, value)) for name, value in PENALTIES.items()),
+            *(Cell(name, partial(self._penalty, twins, base, name)) for name in PENALTIES),
             Cell("all together, seeded", partial(self._together, twins, base)),
         ]
 
@@ -104,18 +115,36 @@ class BlockParameters:
         verdict = _with_effect(same(fast, plain), plain, base, "logit_bias")
         return tested([verdict], [fast], f"token {token} banned")
 
-    async def _penalty(self, twins: Twins, base: Answer, name: str, value: float) -> Verdict:
-        fast, plain = await twins.both(Ask(COPY, LENGTH, extra={name: value}))
-        return tested([_with_effect(same(fast, plain), plain, base, name)], [fast], f"{name} {value:g}")
+    async def _penalty(self, twins: Twins, base: Answer, name: str) -> Verdict:
+        async def with_strength(value: float) -> Verdict:
+            fast, plain = await twins.both(Ask(COPY, LENGTH, extra={name: value}))
+            return tested([_with_effect(same(fast, plain), plain, base, name)], [fast], f"{name} {value:g}")
+
+        return await _first_checkable(with_strength, PENALTIES[name])
 
     async def _together(self, twins: Twins, base: Answer) -> Verdict:
         if not twins.controlled:
             raise NotCheckable("this server does not promise the same seeded text with and without speculation")
         token = await _token_within(twins, base)
-        extra = {"seed": 42, "top_p": 0.9, "logit_bias": {str(token): BAN}, "min_tokens": 8, **PENALTIES}
-        ask = Ask(COPY, LENGTH, temperature=0.8, extra={**extra, "stop": ["\n\n\n", "zebra"]})
-        fast, plain = await twins.both(ask)
-        return tested([same(fast, plain)], [fast], f"{len(ask.extra)} parameters")
+        extra = {"top_p": 0.9, "logit_bias": {str(token): BAN}, "min_tokens": 8, "stop": ["\n\n\n", "zebra"], **MILD}
+
+        async def with_seed(seed: int) -> Verdict:
+            ask = Ask(COPY, LENGTH, temperature=0.8, extra={"seed": seed, **extra})
+            fast, plain = await twins.both(ask)
+            return tested([same(fast, plain)], [fast], f"{len(ask.extra)} parameters")
+
+        return await _first_checkable(with_seed, SEEDS)
+
+
+async def _first_checkable(attempt: Callable[[Value], Awaitable[Verdict]], values: Iterable[Value]) -> Verdict:
+    """The verdict of the first value that puts the parameter to the test. Raises NotCheckable when none does."""
+    reason = NotCheckable("no value to try")
+    for value in values:
+        try:
+            return await attempt(value)
+        except NotCheckable as why:
+            reason = why
+    raise reason
 
 
 def stops_within(text: str, wanted: int = 3) -> list[str]:
