@@ -16,6 +16,7 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from outrider_kernels.paged_attention import AttentionPlan, paged_attention, write_kv
 from outrider_kernels.prepacked_linear import PrepackedLinear, can_prepack
+from outrider_kernels.tensor_parallel import RowParallelLinear
 
 # Layers of exactly this shape: pre-norm, q/k/v/o with optional biases, full rotary embedding, gated SiLU.
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
@@ -52,6 +53,7 @@ class FusedDecoder:
         self._prepacked = prepack and can_prepack(decoder.layers[0].self_attn.q_proj.weight)
         self.path = "fused-prepacked" if self._prepacked else "fused"
         self._embeddings = decoder.embed_tokens.weight.detach().clone()
+        self._embed = getattr(decoder.embed_tokens, "look_up", embedding)  # of a rank: tensor_parallel.py
         self._rotary = decoder.rotary_emb
         self._norm = _norm(decoder.norm)
         self._layers = []
@@ -71,7 +73,7 @@ class FusedDecoder:
         logit_rows: Tensor,  # [n] int64
     ) -> Tensor:
         """[n, vocab] in the model's number format."""
-        hidden = embedding(token_ids, self._embeddings)
+        hidden = self._embed(token_ids, self._embeddings)
         cos, sin = self._rotary(hidden, position_ids=positions[None])  # [1, rows, D] each
         rotation = _Rotation(cos[0], sin[0])
         for layer, keys, values in zip(self._layers, key_pages.unbind(), value_pages.unbind(), strict=True):
@@ -80,6 +82,8 @@ class FusedDecoder:
 
     def _linear(self, *modules: Any, weight: Tensor | None = None) -> Linear:
         """The modules' outputs side by side, from one product; `weight` is a copy of theirs that is held anyway."""
+        if isinstance(modules[0], RowParallelLinear):
+            return modules[0].around(self._linear(modules[0].local))
         held = weight is not None
         weight = torch.cat([module.weight.detach() for module in modules]) if weight is None else weight
         biases = [module.bias for module in modules]

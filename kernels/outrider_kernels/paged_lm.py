@@ -15,13 +15,23 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from outrider_kernels.fused_decoder import FusedDecoder, can_fuse
 from outrider_kernels.paged_attention import AttentionPlan, paged_attention, plan_attention, write_kv
 from outrider_kernels.prepacked_linear import prepack_linears
 from outrider_kernels.ragged_batch import RaggedBatch
+from outrider_kernels.rank_group import RankGroup
+from outrider_kernels.sharded_model import fill_share
+from outrider_kernels.tensor_parallel import UnsupportedPlan, head_dim_of, local_heads
 
 __all__ = ["PagedLM", "RaggedBatch", "UnsupportedModel"]
 
@@ -41,6 +51,8 @@ class PagedLM:
     """`model_dir` holds config.json and safetensors. The pool has num_pages * page_size rows for all sessions together.
 
     Raises UnsupportedModel for models whose attention is not plain causal attention behind transformers' interface.
+    With a `group` this is one rank's share of the model: every rank runs the same batches, and each has the logits of
+    its own part of the vocabulary.
     """
 
     def __init__(
@@ -53,22 +65,25 @@ class PagedLM:
         device: str = "cpu",
         max_len: int | None = None,
         prepack: bool = True,
+        group: RankGroup | None = None,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self._device = torch.device(device)
-        model = _load(Path(model_dir), _DTYPES[dtype]).to(self._device).eval()
+        model = _load(Path(model_dir), _DTYPES[dtype], group).to(self._device).eval()
         config = model.config
         self.vocab_size = int(config.vocab_size)
         self.max_len = min(max_len or config.max_position_embeddings, config.max_position_embeddings)
         self.eos_token_ids = _eos_token_ids(model)
         self._decoder = FusedDecoder(model, prepack) if can_fuse(model) else _ModuleDecoder(model, prepack)
         self.numerics = _fingerprint(model, dtype, device, self._decoder.path)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self._queries_per_key = config.num_attention_heads // kv_heads
-        shape = (config.num_hidden_layers, num_pages, page_size, kv_heads, head_dim)
+        query_heads, kv_heads = local_heads(config, *((group.rank, group.size) if group else (0, 1)))
+        self._queries_per_key = query_heads // kv_heads
+        shape = (config.num_hidden_layers, num_pages, page_size, kv_heads, head_dim_of(config))
         self._key_pages, self._value_pages = (_zeros(shape, _DTYPES[dtype], self._device) for _ in range(2))
+        if group is not None:
+            self.numerics += f"/tp{group.size}"
+            group.wait_for_all()  # reading and packing weights takes the ranks unlike times
         self._try_one_row(type(model).__name__)
 
     @torch.inference_mode()
@@ -160,9 +175,11 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
-def _load(model_dir: Path, dtype: torch.dtype) -> Any:
+def _load(model_dir: Path, dtype: torch.dtype, group: RankGroup | None) -> Any:
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     _check_supported(config)
+    if group is not None:
+        return _load_share(model_dir, config, dtype, group)
     return AutoModelForCausalLM.from_pretrained(
         model_dir,
         config=config,
@@ -172,6 +189,21 @@ def _load(model_dir: Path, dtype: torch.dtype) -> Any:
         trust_remote_code=False,
         use_safetensors=True,
     )
+
+
+def _load_share(model_dir: Path, config: Any, dtype: torch.dtype, group: RankGroup) -> Any:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=_ATTENTION, trust_remote_code=False
+        )
+    try:
+        read = fill_share(model, model_dir, dtype, group)
+    except UnsupportedPlan as error:
+        raise UnsupportedModel(str(error)) from error
+    logger.info("rank %d of %d read %.1f MB of weights", group.rank, group.size, read / 1e6)
+    if (model_dir / GENERATION_CONFIG_NAME).exists():
+        model.generation_config = GenerationConfig.from_pretrained(model_dir, local_files_only=True)
+    return model
 
 
 def _check_supported(config: Any) -> None:
