@@ -77,7 +77,7 @@ def test_a_wrong_model_is_not_found(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("temperature", 3.5), ("top_p", 0.0), ("max_tokens", 0), ("n", 3), ("stop", [""])]
+    ("field", "value"), [("temperature", 3.5), ("top_p", 0.0), ("max_tokens", 0), ("n", 0), ("stop", [""])]
 )
 def test_a_wrong_parameter_is_named(client: openai.OpenAI, field: str, value: object) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
