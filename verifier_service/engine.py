@@ -29,8 +29,10 @@ from outrider_kernels.ragged_batch import Piece, pack
 from verifier_service.admission import RETRY_AFTER_S, Admission
 from verifier_service.counters import EngineCounters
 from verifier_service.judge import Outcome, judge
+from verifier_service.judge_shards import judge_shards
 from verifier_service.runner import Runner
 from verifier_service.session import Session
+from verifier_service.sharded_target import ShardedLogits
 from verifier_service.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
@@ -162,7 +164,7 @@ class Engine:
             return []
         start_s = self._clock()
         logits = self.runner.run(pack(self._table, pieces))
-        outcomes = judge(logits, judged)
+        outcomes = judge_shards(logits, judged) if isinstance(logits, ShardedLogits) else judge(logits, judged)
         stop_s = self._clock()
         rows = sum(len(piece.token_ids) for piece in pieces)
         self._times.record(rows, start_s, stop_s)

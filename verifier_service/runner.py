@@ -1,14 +1,18 @@
 """What the engine needs of a target: facts, and one pass over a ragged batch.
 
-Two implementations: `outrider_kernels.paged_lm.PagedLM` runs a real model, `cluster.simulator.scripted_target` needs
-none. A runner owns the cached rows of its page pool; the engine's page table says whose they are.
+Three implementations: `outrider_kernels.paged_lm.PagedLM` runs a real model, `verifier_service.sharded_target` cuts one
+over ranks, `cluster.simulator.scripted_target` needs none. A runner owns the cached rows of its page pool; the engine's
+page table says whose they are.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from outrider_kernels.ragged_batch import RaggedBatch
+
+if TYPE_CHECKING:
+    from verifier_service.sharded_target import ShardedLogits
 
 
 class Runner(Protocol):
@@ -31,6 +35,6 @@ class Runner(Protocol):
         """Fingerprint of everything that can change a logit."""
         ...
 
-    def run(self, batch: RaggedBatch) -> Tensor:
+    def run(self, batch: RaggedBatch) -> "Tensor | ShardedLogits":
         """Write the rows to their slots; the logits of `logit_rows`, [n, vocab] float32."""
         ...

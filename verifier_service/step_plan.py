@@ -118,7 +118,8 @@ class PlanReader:
 def positions_of(sizes: Words, context_lens: Words) -> Words:
     """[rows]: the last positions of each session's context."""
     starts = np.cumsum(sizes) - sizes
-    return np.arange(sizes.sum()) + np.repeat(context_lens - sizes - starts, sizes)
+    positions: Words = np.arange(sizes.sum()) + np.repeat(context_lens - sizes - starts, sizes)
+    return positions
 
 
 def slots_of(sizes: Words, context_lens: Words, block_tables: Words, page_size: int) -> Words:

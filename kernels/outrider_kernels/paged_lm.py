@@ -30,10 +30,10 @@ from outrider_kernels.paged_attention import AttentionPlan, paged_attention, pla
 from outrider_kernels.prepacked_linear import prepack_linears
 from outrider_kernels.ragged_batch import RaggedBatch
 from outrider_kernels.rank_group import RankGroup
-from outrider_kernels.sharded_model import fill_share
+from outrider_kernels.sharded_model import check_size, fill_share
 from outrider_kernels.tensor_parallel import UnsupportedPlan, head_dim_of, local_heads
 
-__all__ = ["PagedLM", "RaggedBatch", "UnsupportedModel"]
+__all__ = ["PagedLM", "RaggedBatch", "UnsupportedModel", "check_shardable"]
 
 logger = logging.getLogger(__name__)
 
@@ -189,6 +189,16 @@ def _load(model_dir: Path, dtype: torch.dtype, group: RankGroup | None) -> Any:
         trust_remote_code=False,
         use_safetensors=True,
     )
+
+
+def check_shardable(model_dir: str | Path, size: int) -> None:
+    """Raises UnsupportedModel when the model cannot be cut over that many ranks; reads its configuration only."""
+    config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    _check_supported(config)
+    try:
+        check_size(config, size)
+    except UnsupportedPlan as error:
+        raise UnsupportedModel(str(error)) from error
 
 
 def _load_share(model_dir: Path, config: Any, dtype: torch.dtype, group: RankGroup) -> Any:

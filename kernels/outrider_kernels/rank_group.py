@@ -4,6 +4,8 @@ The only module that touches torch.distributed. Groups are objects, never the pr
 hold several. Knows nothing of models. Every wait is bounded by the group's timeout, or by one given for that call.
 """
 
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -16,11 +18,17 @@ _A_YEAR = timedelta(days=365)
 
 
 class Meeting:
-    """Where the ranks of one target find each other. Rank 0 opens it, and `port` 0 lets the system choose one."""
+    """Where the ranks of one target find each other. Rank 0 opens it, and `port` 0 lets the system choose one.
 
-    def __init__(self, host: str, port: int, rank: int, size: int, timeout_s: float) -> None:
+    `check` is called now and then while this rank waits for others, and may raise.
+    """
+
+    def __init__(
+        self, host: str, port: int, rank: int, size: int, timeout_s: float, check: Callable[[], None] = lambda: None
+    ) -> None:
         assert 0 <= rank < size, (rank, size)
         self.host, self.rank, self.size = host, rank, size
+        self._check = check
         self._timeout = timedelta(seconds=timeout_s)
         self.store = c10d.TCPStore(host, port, None, rank == 0, self._timeout, wait_for_workers=False)
         self.port = int(self.store.port)
@@ -32,10 +40,15 @@ class Meeting:
         return RankGroup(make(store, self, timedelta(seconds=timeout_s)), self, name)
 
     def wait_for_all(self, name: str) -> None:
-        """Returns when every rank has come here; raises after the meeting's timeout."""
+        """Returns when every rank has come here; raises TimeoutError after the meeting's timeout."""
         if self.store.add(f"{name}/arrived", 1) == self.size:
             self.store.set(f"{name}/complete", "yes")
-        self.store.wait([f"{name}/complete"], self._timeout)
+        deadline_s = time.monotonic() + self._timeout.total_seconds()
+        while not self.store.check([f"{name}/complete"]):
+            self._check()
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"rank {self.rank} waited {self._timeout} for the others at {name}")
+            time.sleep(0.02)  # the store's own wait logs a warning whenever it is cut short
 
 
 class RankGroup:

@@ -19,8 +19,8 @@ def shard_words(
 ) -> Tensor:
     """[rows, 3] float64: the shard's best logit; the winner's score relative to it; the winner's token id.
 
-    logits [rows, shard] float32 of the tokens from `offset` on; temperature [rows] float32, below GREEDY_TEMPERATURE for
-    the best token, whose score is 0; key, position and choice [rows] int64 as of gumbel_race.race_rows.
+    logits [rows, shard] float32 of the tokens from `offset` on; temperature [rows] float32, below GREEDY_TEMPERATURE
+    for the best token, whose score is 0; key, position and choice [rows] int64 as of gumbel_race.race_rows.
     """
     best = logits.amax(dim=-1)  # NaN when any logit is
     words = torch.stack([best.double(), torch.zeros_like(best).double(), best_token(logits).double() + offset], dim=-1)
