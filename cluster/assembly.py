@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from cluster.board import RENEW_EVERY_S, Board, Pool, Registration
-from cluster.config import Config, DrafterConfig, RouterConfig, TargetConfig
+from cluster.config import Config, DrafterConfig, EngineConfig, RouterConfig, TargetConfig
 from cluster.membership import Membership
 from cluster.metrics import Metrics
 from cluster.model_store import resolve
-from cluster.protocol.errors import Unavailable
+from cluster.protocol.errors import InvalidRequest, Unavailable
 from cluster.protocol.messages import Hello, LoadReport, SamplingParams, Speculation, as_tokens
 from cluster.protocol.transport import Transport
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from router.client import RouterClient
     from router.http.text_codec import TextCodec
     from verifier_service.engine import Engine
+    from verifier_service.runner import Runner
+    from verifier_service.service import VerifierService
+    from verifier_service.sharded_target import RankLauncher, ShardedTarget
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +70,7 @@ class PoolReplica:
 
     service: _Service
     membership: Membership
+    sharded: "ShardedTarget | None" = None  # what the engine runs on, where that is more than this process
 
     async def check_health(self) -> None:
         await self.service.check_health()
@@ -74,6 +78,8 @@ class PoolReplica:
     async def close(self) -> None:
         await self.membership.leave()
         await self.service.close()
+        if self.sharded is not None:
+            await asyncio.to_thread(self.sharded.close)
 
 
 def replica_id(pool: Pool) -> str:
@@ -84,10 +90,23 @@ def replica_id(pool: Pool) -> str:
 # --- verifier ----------------------------------------------------------------------------------------------------
 
 
-async def start_verifier(config: TargetConfig, wiring: Wiring) -> PoolReplica:
-    """Raises InvalidRequest or NotFound for a model that cannot be served."""
+async def start_verifier(
+    config: TargetConfig,
+    wiring: Wiring,
+    launcher: "RankLauncher | None" = None,
+    lost: Callable[[str], object] = lambda why: None,
+) -> PoolReplica:
+    """Raises InvalidRequest or NotFound for a model that cannot be served.
+
+    The ranks of a sharded target are started by `launcher`, as processes of this machine without one; `lost(why)` is
+    called once if one of them ends, after the replica's links have been told to close.
+    """
     directory = await _on_a_passing_thread(resolve, config.model_loading_config.model_source)
-    engine = await _on_a_passing_thread(_load_engine, directory, config)
+    if config.engine_config.tensor_parallel_size > 1:
+        sharded = await _on_a_passing_thread(_load_sharded, directory, config.engine_config, launcher)
+        engine = _engine_for(sharded, config.engine_config)
+    else:
+        sharded, engine = None, await _on_a_passing_thread(_load_engine, directory, config)
     hello = Hello(
         "verifier",
         replica_id("verifier"),
@@ -95,7 +114,22 @@ async def start_verifier(config: TargetConfig, wiring: Wiring) -> PoolReplica:
         vocab_hash=_text_codec(directory).vocab_hash(),
         dtype=config.engine_config.dtype,
     )
-    return await start_verifier_of(engine, hello, wiring)
+    if sharded is None:
+        return await start_verifier_of(engine, hello, wiring)
+    try:
+        replica = await start_verifier_of(engine, hello, wiring)
+    except BaseException:
+        sharded.close()
+        raise
+    replica = replace(replica, sharded=sharded)
+    service = cast("VerifierService", replica.service)
+
+    def end(why: str) -> None:
+        service.fail(why)
+        lost(why)
+
+    sharded.watch(end)
+    return replica
 
 
 async def start_verifier_of(engine: "Engine", hello: Hello, wiring: Wiring) -> PoolReplica:
@@ -109,7 +143,6 @@ def _load_engine(directory: Path, config: TargetConfig) -> "Engine":
     import torch
 
     from outrider_kernels.paged_lm import PagedLM
-    from verifier_service.service import engine_for
 
     settings = config.engine_config
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
@@ -121,6 +154,37 @@ def _load_engine(directory: Path, config: TargetConfig) -> "Engine":
         device=settings.device,
         max_len=settings.max_model_len,
     )
+    return _engine_for(runner, settings)
+
+
+def _load_sharded(directory: Path, settings: EngineConfig, launcher: "RankLauncher | None") -> "ShardedTarget":
+    import torch
+
+    from outrider_kernels.paged_lm import UnsupportedSize
+    from verifier_service.rank_processes import RankProcesses
+    from verifier_service.sharded_target import ShardedTarget, order_for
+
+    order = order_for(
+        directory,
+        size=settings.tensor_parallel_size,
+        num_pages=settings.kv_cache_tokens // settings.page_size,
+        page_size=settings.page_size,
+        dtype=settings.dtype,
+        device=settings.device,
+        max_len=settings.max_model_len,
+        threads=settings.threads,
+    )
+    torch.set_num_threads(order.threads)
+    try:
+        return ShardedTarget(order, launcher or RankProcesses())
+    except UnsupportedSize as error:
+        field = "target.engine_config.tensor_parallel_size"
+        raise InvalidRequest(f"{field}: {error}", field=field) from error
+
+
+def _engine_for(runner: "Runner", settings: EngineConfig) -> "Engine":
+    from verifier_service.service import engine_for
+
     return engine_for(runner, settings)
 
 

@@ -46,7 +46,8 @@ class EngineConfig(_Model):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
-    threads: Annotated[int, Field(ge=0, description="torch threads of one replica; 0 = all cores")] = 0
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=64, description="ranks the target is cut over")] = 1
+    threads: Annotated[int, Field(ge=0, description="torch threads of one rank; 0 = its share of all cores")] = 0
     max_model_len: Annotated[int | None, Field(ge=2)] = None  # default: the model's own limit
     page_size: Annotated[int, Field(ge=1, le=1024)] = 16  # tokens per KV page
     kv_cache_tokens: Annotated[int, Field(ge=64)] = 65536  # pool size, all sessions together

@@ -32,7 +32,7 @@ from verifier_service.judge import Outcome, judge
 from verifier_service.judge_shards import judge_shards
 from verifier_service.runner import Runner
 from verifier_service.session import Session
-from verifier_service.sharded_target import ShardedLogits
+from verifier_service.sharded_logits import ShardedLogits
 from verifier_service.step_times import StepTimes
 
 logger = logging.getLogger(__name__)

@@ -95,6 +95,13 @@ class EngineThread:
         """Callable from any thread."""
         self._inbox.put(item)
 
+    def fail(self, why: str) -> None:
+        """Callable from any thread: a part that passes need is gone. The thread ends after the running pass."""
+        if not self._broken:
+            self._broken = True
+            logger.error("the replica is lost: %s", why)
+            self._failed()
+
     def stop(self, timeout_s: float) -> None:
         """Ends after the pass that is running."""
         self._inbox.put(None)
@@ -102,12 +109,11 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            while self._turn():
+            while not self._broken and self._turn():
                 pass
-        except Exception:
-            self._broken = True
-            logger.exception("the engine failed; the replica is lost")
-            self._failed()
+        except Exception as error:
+            logger.exception("the engine failed")
+            self.fail(str(error))
 
     def _turn(self) -> bool:
         """What came in, then one pass. False when told to stop."""

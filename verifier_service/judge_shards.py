@@ -12,7 +12,7 @@ from outrider_kernels.philox import signed_key
 from outrider_kernels.target_distribution import GREEDY_TEMPERATURE
 from verifier_service.judge import Outcome, judge
 from verifier_service.session import Session
-from verifier_service.sharded_target import ShardedLogits
+from verifier_service.sharded_logits import ShardedLogits
 from verifier_service.step_plan import Races, Words
 
 
@@ -20,7 +20,7 @@ def judge_shards(logits: ShardedLogits, sessions: Sequence[Session]) -> list[Out
     """As `judge`: the rows with logits are those of the sessions' blocks, session after session."""
     ends = np.cumsum([len(session.draft) + 1 for session in sessions])
     rows = [np.arange(end - len(s.draft) - 1, end) for s, end in zip(sessions, ends.tolist(), strict=True)]
-    raced = [i for i, session in enumerate(sessions) if _chooses_by_shards(session, logits.target.vocab_size)]
+    raced = [i for i, session in enumerate(sessions) if _chooses_by_shards(session, logits.shards.vocab_size)]
     rest = [i for i in range(len(sessions)) if i not in set(raced)]
     found: dict[int, Outcome] = {}
     if raced:

@@ -5,14 +5,12 @@ over ranks, `cluster.simulator.scripted_target` needs none. A runner owns the ca
 page table says whose they are.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from outrider_kernels.ragged_batch import RaggedBatch
-
-if TYPE_CHECKING:
-    from verifier_service.sharded_target import ShardedLogits
+from verifier_service.sharded_logits import ShardedLogits
 
 
 class Runner(Protocol):
@@ -35,6 +33,6 @@ class Runner(Protocol):
         """Fingerprint of everything that can change a logit."""
         ...
 
-    def run(self, batch: RaggedBatch) -> "Tensor | ShardedLogits":
+    def run(self, batch: RaggedBatch) -> Tensor | ShardedLogits:
         """Write the rows to their slots; the logits of `logit_rows`, [n, vocab] float32."""
         ...

@@ -89,6 +89,10 @@ class VerifierService:
         if self._loop is not None:
             await asyncio.to_thread(self._thread.stop, _STOP_TIMEOUT_S)
 
+    def fail(self, why: str) -> None:
+        """Callable from any thread: what the engine runs on is lost. Every link closes, and health fails at once."""
+        self._thread.fail(why)
+
     async def check_health(self) -> None:
         """Run a row through the very engine that serves. Raises Unavailable when it cannot, in bounded time."""
         if not self._thread.alive:

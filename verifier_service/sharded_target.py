@@ -10,11 +10,10 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from outrider_kernels.rank_group import Meeting
 from outrider_kernels.shard_choice import choose_among_shards
 from verifier_service.lifeline import TOKEN_BYTES, Lifelines
 from verifier_service.rank import START_TIMEOUT_S, Rank, RankOrder
+from verifier_service.sharded_logits import ShardedLogits
 from verifier_service.step_plan import PlanWriter, Races, Words
 
 logger = logging.getLogger(__name__)
@@ -46,31 +46,6 @@ class RankLauncher(Protocol):
     def kill(self) -> None:
         """End them all at once, from any thread, any number of times."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class ShardedLogits:
-    """The logits of one pass, [rows, vocab], where the ranks computed them. Good until the next pass."""
-
-    target: "ShardedTarget"
-    rows: int
-    step: int
-
-    def choose(self, races: Races) -> tuple[Tensor, Tensor]:
-        """(token ids, sound) of the given rows, chosen on the ranks; as shard_choice.choose_among_shards."""
-        return self.target.choose(self, races)
-
-    def gather(self, places: Words) -> Tensor:
-        """[n, vocab] float32: the given rows as a whole, for choices that need them so."""
-        return self.target.gather(self, places)
-
-    def whole(self) -> Tensor:
-        """All rows, gathered."""
-        return self.gather(np.arange(self.rows))
-
-    def amax(self) -> Tensor:
-        """The greatest of all, NaN if any logit is."""
-        return self.whole().amax()
 
 
 class ShardedTarget:
@@ -111,15 +86,15 @@ class ShardedTarget:
         self._steps += 1
         return ShardedLogits(self, rows, self._steps)
 
-    def choose(self, logits: ShardedLogits, races: Races) -> tuple[Tensor, Tensor]:
-        assert logits.step == self._steps, "logits of an earlier pass"
+    def choose(self, step: int, races: Races) -> tuple[Tensor, Tensor]:
+        assert step == self._steps, "logits of an earlier pass"
         with self._as_lost():
             self._rank.tell(self._plans.choose(races))
             words = torch.stack(self._rank.choose(races)).cpu()
         return choose_among_shards(words, torch.from_numpy(races.temperatures))
 
-    def gather(self, logits: ShardedLogits, places: Words) -> Tensor:
-        assert logits.step == self._steps, "logits of an earlier pass"
+    def gather(self, step: int, places: Words) -> Tensor:
+        assert step == self._steps, "logits of an earlier pass"
         with self._as_lost():
             self._rank.tell(self._plans.gather(places))
             self.gathered_rows += len(places)

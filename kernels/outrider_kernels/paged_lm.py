@@ -33,7 +33,7 @@ from outrider_kernels.rank_group import RankGroup
 from outrider_kernels.sharded_model import check_size, fill_share
 from outrider_kernels.tensor_parallel import UnsupportedPlan, head_dim_of, local_heads
 
-__all__ = ["PagedLM", "RaggedBatch", "UnsupportedModel", "check_shardable"]
+__all__ = ["PagedLM", "RaggedBatch", "UnsupportedModel", "UnsupportedSize", "check_shardable"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 class UnsupportedModel(ValueError):
     """The model cannot run over a paged cache exactly; says which property is in the way."""
+
+
+class UnsupportedSize(UnsupportedModel):
+    """The model cannot be cut over so many ranks; says which sizes it can."""
 
 
 class PagedLM:
@@ -192,13 +196,13 @@ def _load(model_dir: Path, dtype: torch.dtype, group: RankGroup | None) -> Any:
 
 
 def check_shardable(model_dir: str | Path, size: int) -> None:
-    """Raises UnsupportedModel when the model cannot be cut over that many ranks; reads its configuration only."""
+    """Raises UnsupportedSize when the model cannot be cut over that many ranks; reads its configuration only."""
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     _check_supported(config)
     try:
         check_size(config, size)
     except UnsupportedPlan as error:
-        raise UnsupportedModel(str(error)) from error
+        raise UnsupportedSize(str(error)) from error
 
 
 def _load_share(model_dir: Path, config: Any, dtype: torch.dtype, group: RankGroup) -> Any:

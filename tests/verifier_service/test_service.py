@@ -286,6 +286,22 @@ async def test_an_exception_in_a_pass_closes_every_link_and_fails_health() -> No
             await running.router("r2")
 
 
+async def test_what_the_engine_runs_on_may_be_lost_while_it_is_idle_or_in_a_pass() -> None:
+    gate = Gate()
+    async with replica(ScriptedTarget(on_run=gate)) as running:
+        first, second = await running.router("r0"), await running.router("r1")
+        gate.open.clear()
+        await first.send(open_session("a", [1]), verify("a", 1))
+        await asyncio.to_thread(gate.entered.wait, BOUND_S)
+        await asyncio.to_thread(running.service.fail, "rank 1 has ended")
+        for router in (first, second):
+            with pytest.raises(LinkClosed):
+                await router.batch()
+        with pytest.raises(Unavailable, match="not running"):
+            await running.service.check_health()
+        gate.open.set()
+
+
 async def test_a_probe_that_fails_is_fatal_as_a_pass_would_be() -> None:
     async with replica(ScriptedTarget(ScriptedLaw(nan_token=0))) as running:
         router = await running.router()
