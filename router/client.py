@@ -252,9 +252,12 @@ class RoutedGeneration:
         known = self._len - burst.base_len
         new = burst.token_ids[known:][:room]
         logprobs = burst.logprobs and burst.logprobs.of(known, known + len(new))
+        of_prompt = burst.prompt_logprobs if self._len == self._prompt_len else None
         if len(new) == 0 and burst.finish_reason is None:
             return
-        self._bursts.append(replace(burst, base_len=self._len, token_ids=new, logprobs=logprobs))
+        self._bursts.append(
+            replace(burst, base_len=self._len, token_ids=new, logprobs=logprobs, prompt_logprobs=of_prompt)
+        )
         self._pieces.append(new)
         self._len += len(new)
         self._deadline_s = None

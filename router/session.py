@@ -123,10 +123,11 @@ class SessionState:
             return self.burst(as_tokens(), "error", result.error or "the verifier could not go on")
         new = _committed_tokens(self.outstanding, result)
         logprobs = self._checked_logprobs(result, len(new))
+        prompt_logprobs = self._checked_prompt_logprobs(result)
         self.outstanding = None
         self._append(new)
         reason = result.finish_reason or ("length" if self.remaining == 0 else None)
-        return replace(self.burst(new, reason), logprobs=logprobs)
+        return replace(self.burst(new, reason), logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
     def truncate(self, kept_len: int) -> None:
         """Only so many tokens count (negative: the reader has gone); nothing outstanding counts any more."""
@@ -146,6 +147,15 @@ class SessionState:
         if given != tokens:
             raise ProtocolError(f"expected log-probabilities of {tokens} tokens, got {given}")
         return result.logprobs
+
+    def _checked_prompt_logprobs(self, result: VerifyResult) -> TokenLogprobs | None:
+        """They come with the first output token, and with no other."""
+        if self.sampling.prompt_logprobs is None or self._len > self.prompt_len:
+            return None
+        given = 0 if result.prompt_logprobs is None else len(result.prompt_logprobs.chosen)
+        if given != self.prompt_len - 1:
+            raise ProtocolError(f"expected log-probabilities of {self.prompt_len - 1} prompt tokens, got {given}")
+        return result.prompt_logprobs
 
     def _append(self, new: Tokens) -> None:
         end = self._len + len(new)

@@ -28,8 +28,9 @@ from outrider_kernels.page_table import PageTable
 from outrider_kernels.ragged_batch import Piece, pack
 from verifier_service.admission import RETRY_AFTER_S, Admission
 from verifier_service.counters import EngineCounters
-from verifier_service.judge import Outcome, judge
+from verifier_service.judge import NOT_FINITE, Outcome, judge
 from verifier_service.judge_shards import judge_shards
+from verifier_service.prompt_logprobs import MAX_ROWS_PER_PASS, PromptChunk, take_prompt_rows
 from verifier_service.runner import Runner
 from verifier_service.session import Session
 from verifier_service.sharded_logits import ShardedLogits
@@ -159,12 +160,17 @@ class Engine:
 
     def step(self) -> list[VerifyResult]:
         """One pass: all pending blocks, then prefill within its budget. Results in the order of admission."""
-        pieces, judged = self._plan()
+        pieces, judged, asked = self._plan()
         if not pieces:
             return []
         start_s = self._clock()
         logits = self.runner.run(pack(self._table, pieces))
-        outcomes = judge_shards(logits, judged) if isinstance(logits, ShardedLogits) else judge(logits, judged)
+        if isinstance(logits, ShardedLogits) and asked:
+            logits = logits.whole()
+        if isinstance(logits, ShardedLogits):
+            outcomes = judge_shards(logits, judged)
+        else:
+            outcomes = judge(take_prompt_rows(logits, asked), judged)
         stop_s = self._clock()
         rows = sum(len(piece.token_ids) for piece in pieces)
         self._times.record(rows, start_s, stop_s)
@@ -206,25 +212,34 @@ class Engine:
         """Committed rows below the anchor that the cache does not hold yet."""
         return session.length - 1 - self._table.length(session.id)
 
-    def _plan(self) -> tuple[list[Piece], list[Session]]:
-        """The pieces of the next pass, and the sessions whose blocks it judges, in the order of their pieces."""
+    def _plan(self) -> tuple[list[Piece], list[Session], list[PromptChunk]]:
+        """The pieces of the next pass, the sessions whose blocks it judges, in the order of their pieces, and the rows
+        of prefill that are to be reported."""
         held = list(self._admission.held.values())
         missing = [self._missing_rows(session) for session in held]
         judged = [s for s, rows in zip(held, missing, strict=True) if s.pending and not rows]
         pieces = [_piece(session, session.length - 1) for session in judged]
-        budget = self._prefill_chunk
+        asked: list[PromptChunk] = []
+        budget, asked_budget = self._prefill_chunk, MAX_ROWS_PER_PASS
         for session, rows in zip(held, missing, strict=True):
-            if not rows or not budget:
+            room = min(budget, asked_budget) if session.needs_prompt_rows else budget
+            if not rows or not room:
                 continue
-            start, chunk = self._table.length(session.id), min(rows, budget)
+            start, chunk = self._table.length(session.id), min(rows, room)
             budget -= chunk
+            place = sum(piece.logits for piece in pieces)
+            reported = 0
+            if session.prompt is not None:
+                reported = chunk
+                asked_budget -= chunk
+                asked.append(PromptChunk(session.prompt, place, start, session.tokens(start + 1, start + chunk + 1)))
             self.counters.prefill_rows += chunk
             if chunk == rows and session.pending:
                 judged.append(session)
-                pieces.append(_piece(session, start))
+                pieces.append(_piece(session, start, reported))
             else:
-                pieces.append(Piece(session.id, session.tokens(start, start + chunk), 0))
-        return pieces, judged
+                pieces.append(Piece(session.id, session.tokens(start, start + chunk), reported))
+        return pieces, judged, asked
 
     def _settle(self, session: Session, outcome: Outcome, step_ms: float, rows: int) -> VerifyResult | None:
         """Commit what was chosen; the cache keeps the committed rows only. None when the block is judged again."""
@@ -235,9 +250,10 @@ class Engine:
             session.draft = session.draft[:0]
             self._table.roll_back(session.id, session.length - 1)
             return None
-        if outcome.fault:
+        fault = outcome.fault or ("" if session.prompt is None or session.prompt.sound else NOT_FINITE)
+        if fault:
             self.counters.failed_sessions += 1
-            return self._end(session, session.fail(outcome.fault))
+            return self._end(session, session.fail(fault))
         result = session.commit(outcome.num_accepted, outcome.next_token, step_ms, rows, outcome.logprobs)
         self._table.roll_back(session.id, session.length - 1)
         self.counters.verified_blocks += 1
@@ -253,7 +269,8 @@ class Engine:
         return result
 
 
-def _piece(session: Session, start: int) -> Piece:
-    """Rows from `start` to the anchor, then the draft: one choice after the anchor and after each draft token."""
+def _piece(session: Session, start: int, reported: int = 0) -> Piece:
+    """Rows from `start` to the anchor, then the draft: one choice after the anchor and after each draft token. The
+    `reported` rows before the anchor need logits too."""
     ids = np.concatenate([session.tokens(start, session.length), session.draft])
-    return Piece(session.id, ids, len(session.draft) + 1)
+    return Piece(session.id, ids, reported + len(session.draft) + 1)

@@ -21,6 +21,8 @@ from verifier_service.session import Session
 
 Rows: TypeAlias = NDArray[np.int64]
 
+NOT_FINITE = "the target's logits are not finite"
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -68,7 +70,7 @@ def _made_finite(logits: Tensor, row_starts: Rows) -> tuple[Tensor, list[bool]]:
 
 def _fault(broken: bool, barren: bool) -> str:
     if broken:
-        return "the target's logits are not finite"
+        return NOT_FINITE
     return "the request's biases, bans and penalties leave no token to choose" if barren else ""
 
 

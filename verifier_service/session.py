@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from cluster.protocol.messages import DraftSupport, OpenSession, TokenLogprobs, VerifyRequest, VerifyResult
 from outrider_kernels.processors import rules_of
+from verifier_service.prompt_logprobs import PromptLogprobs
 
 
 class Session:
@@ -25,10 +26,20 @@ class Session:
         self._tokens[: self.length] = opened.tokens
         self._stop_ids = np.array(opened.sampling.stop_token_ids, np.int64)
         self.rules = rules_of(opened.sampling, self._tokens[: self.length], opened.prompt_len, vocab_size)
+        asked = opened.sampling.prompt_logprobs
+        # Until the first commit, which brings them to the router.
+        self.prompt: PromptLogprobs | None = None
+        if asked is not None and self.length == opened.prompt_len > 1:
+            self.prompt = PromptLogprobs(opened.prompt_len, asked, vocab_size)
         self.pending: VerifyRequest | None = None
         self.draft: NDArray[np.int64] = np.empty(0, np.int64)  # of `pending`, as far as it can be judged
         self.support: DraftSupport | None = None  # what `draft`, and perhaps more, was drawn from
         self.last_result: VerifyResult | None = None
+
+    @property
+    def needs_prompt_rows(self) -> bool:
+        """Whether every row of the prompt must go through the target, whoever has its keys and values already."""
+        return self.prompt is not None
 
     @property
     def kv_rows(self) -> int:
@@ -83,8 +94,9 @@ class Session:
             step_ms=step_ms,
             step_rows=step_rows,
             logprobs=logprobs and logprobs.of(0, kept),
+            prompt_logprobs=None if self.prompt is None else self.prompt.result(),
         )
-        self.pending = None
+        self.pending = self.prompt = None
         return self.last_result
 
     def fail(self, why: str) -> VerifyResult:

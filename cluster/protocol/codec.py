@@ -189,9 +189,12 @@ def _check_support(block: m.DraftBlock | m.VerifyRequest) -> None:
 
 def _check_logprobs(message: m.Committed | m.VerifyResult) -> None:
     """Only the shapes; how many tokens there are to speak of is judged where they are committed."""
-    logprobs = message.logprobs
-    if logprobs is None:
-        return
+    for logprobs in (message.logprobs, message.prompt_logprobs):
+        if logprobs is not None:
+            _check_logprob_shapes(logprobs)
+
+
+def _check_logprob_shapes(logprobs: m.TokenLogprobs) -> None:
     tokens, best = len(logprobs.chosen), len(logprobs.top_ids)
     if best != len(logprobs.top) or (best % tokens if tokens else best):
         raise ProtocolError(

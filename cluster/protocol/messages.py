@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 Tokens: TypeAlias = NDArray[np.int32]  # [n] token ids
 Confidence: TypeAlias = NDArray[np.float32]  # [n] in [0, 1]
@@ -64,6 +64,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()  # empty = all
     min_tokens: int = 0  # no stop token before so many output tokens
     logprobs: int | None = None  # report log-probabilities, with those of so many best tokens
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,7 @@ class Committed:
     stats: RoundStats | None = None
     error: str = ""
     logprobs: TokenLogprobs | None = None  # of token_ids, when the request asks for them
+    prompt_logprobs: TokenLogprobs | None = None  # as in VerifyResult
 
 
 # --- router <-> drafter ------------------------------------------------------------------------------------------
@@ -257,6 +259,8 @@ class VerifyResult:
     step_ms: float = 0.0  # duration of the pass that produced it
     step_rows: int = 0  # rows in that pass, all sessions together
     logprobs: TokenLogprobs | None = None  # of the committed tokens, when the request asks for them
+    # Of the prompt's tokens 1..prompt_len-1, when the request asks for them and base_len is prompt_len.
+    prompt_logprobs: TokenLogprobs | None = None
 
 
 # --- any to any --------------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ samplings = st.builds(
     allowed_token_ids=st.lists(lengths, max_size=3).map(tuple),
     min_tokens=lengths,
     logprobs=st.none() | lengths,
+    prompt_logprobs=st.none() | lengths,
 )
 speculations = st.builds(m.Speculation, st.booleans(), st.none() | lengths, texts)
 stats = st.builds(m.RoundStats, lengths, lengths, durations, durations, durations)
@@ -109,7 +110,7 @@ def with_prompt(draw: st.DrawFn, kind: type[m.Generate] | type[m.OpenSession]) -
 def committed(draw: st.DrawFn) -> m.Committed:
     ids = draw(tokens)
     burst = m.Committed(draw(names), draw(wide), draw(lengths), ids, draw(finish), draw(st.none() | stats), draw(texts))
-    return replace(burst, logprobs=draw(logprobs(len(ids))))
+    return replace(burst, logprobs=draw(logprobs(len(ids))), prompt_logprobs=draw(logprobs()))
 
 
 @st.composite
@@ -130,7 +131,7 @@ any_message: st.SearchStrategy[Message] = st.one_of(
     st.builds(
         m.VerifyResult,
         names, epochs, wide, lengths, lengths, st.integers(-1, 2**31 - 1), finish, texts, durations, lengths,
-        logprobs(),
+        logprobs(), logprobs(),
     ),
     st.builds(m.Close, names, epochs, st.integers(-1, 2**31 - 1)),
     st.builds(m.Stale, names, wide, epochs, lengths),
@@ -338,7 +339,7 @@ def test_the_hand_made_frame_of_these_tests_is_a_good_one() -> None:
         (b"", "0 bytes, a header takes 16"),
         (b"OUTR", "4 bytes"),
         (b"HTTP" + frame_of([])[4:], "magic"),
-        (frame_of([], version=9), "expected protocol version 3, got 9"),
+        (frame_of([], version=9), f"expected protocol version {m.PROTOCOL_VERSION}, got 9"),
         (frame_of([])[:-1], "the frame has"),
         (frame_of([]) + b"\0", "the frame has"),
         (frame_of([])[:-1] + b"\1", "padding"),

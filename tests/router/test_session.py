@@ -71,6 +71,21 @@ def test_a_result_without_a_log_probability_for_each_token_is_a_fault_and_change
     assert committed.logprobs.chosen.tolist() == [0, -1, -2]
 
 
+def test_the_prompts_values_come_with_the_first_commit_and_are_as_many_as_its_tokens_but_one() -> None:
+    state = session(prompt_logprobs=2)
+    request = state.propose(1)
+    for wrong in (None, values(1), values(3)):
+        with pytest.raises(ProtocolError, match="log-probabilities of 2 prompt tokens, got"):
+            state.commit(replace(result(request, 0, 99), prompt_logprobs=wrong))
+    committed = state.commit(replace(result(request, 0, 99), prompt_logprobs=values(2)))
+    assert committed is not None
+    assert committed.prompt_logprobs is not None
+    assert committed.prompt_logprobs.chosen.tolist() == [0, -1]
+    later = state.commit(replace(result(state.propose(2), 0, 98), prompt_logprobs=values(2)))
+    assert later is not None
+    assert later.prompt_logprobs is None
+
+
 def test_log_probabilities_nobody_asked_for_go_no_further() -> None:
     state = session()
     committed = state.commit(replace(result(state.propose(1), 0, 99), logprobs=values(1)))
