@@ -4,9 +4,11 @@ Rank 0 is the replica itself, in the group's first bundle; rank r is an actor in
 ranks compute. An actor is never restarted: a target that lost a rank is lost as a whole.
 """
 
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 from ray.exceptions import RayError
@@ -17,6 +19,8 @@ from cluster.placement import OPENMP
 
 if TYPE_CHECKING:
     from verifier_service.rank import RankOrder
+
+logger = logging.getLogger(__name__)
 
 
 def rank_options(target: TargetConfig) -> dict[str, Any]:
@@ -31,6 +35,12 @@ def rank_options(target: TargetConfig) -> dict[str, Any]:
     if target.placement.label_selector:
         options["placement_group_bundle_label_selector"] = [target.placement.label_selector]
     return options
+
+
+def end_replica(why: str) -> NoReturn:
+    """Serve alone would need three failed health checks to replace a replica that lost a rank."""
+    logger.error("this replica ends: %s", why)
+    os._exit(1)
 
 
 class RankActors:

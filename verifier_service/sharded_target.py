@@ -56,7 +56,7 @@ class ShardedTarget:
         ended first, and what PagedLM raises for models and sizes that do not fit."""
         assert order.rank == 0, order
         check_shardable(order.model_dir, order.size)
-        self._launcher = launcher
+        self.launcher = launcher
         self._lost = ""
         self._told: Callable[[str], None] | None = None
         self._lock = threading.Lock()  # around the two above
@@ -115,17 +115,17 @@ class ShardedTarget:
     def close(self) -> None:
         """Ends the ranks. The target is of no use after this."""
         self._lines.close()
-        self._launcher.kill()
+        self.launcher.kill()
 
     def _on_lost(self, why: str) -> None:
         with self._lock:
             self._lost, told = why, self._told
-        self._launcher.kill()  # which also ends the wait of a pass for a rank that only fell silent
+        self.launcher.kill()  # which also ends the wait of a pass for a rank that only fell silent
         if told is not None:
             told(why)
 
     def _check(self) -> None:
-        if why := self._lost or self._launcher.failed():
+        if why := self._lost or self.launcher.failed():
             raise TargetLost(why)
 
     @contextmanager
