@@ -12,7 +12,7 @@ from typing import Any
 from cluster.protocol.errors import OutriderError, ProtocolError
 from cluster.protocol.messages import Committed
 from router.http.front_door import FrontDoor
-from router.http.logprobs import TokenLogprob, logprobs_of
+from router.http.logprobs import TokenLogprob, logprobs_of, prompt_logprobs_of
 from router.http.output_text import OutputText
 from router.http.release import to_the_end
 from router.http.stop_strings import StopStrings
@@ -44,6 +44,7 @@ class Answer:
         )
         self._logprobs: list[TokenLogprob] = []  # of every token received
         self._named = 0  # of these, handed out
+        self.prompt_logprobs: list[TokenLogprob] = []  # of every token of the prompt, when the request asks for them
         self._tally = Tally()
         self._received = 0  # output tokens
         self._started_s = self._last_s = door.clock()
@@ -104,16 +105,35 @@ class Answer:
         expected = len(self._request.prompt) + self._received
         if burst.base_len != expected:
             raise ProtocolError(f"burst extends {burst.base_len} tokens, the answer has {expected}")
+        opening = self._opening(burst) if self._received == 0 else Piece("")
         self._observe(burst)
+        if self._request.only_prompt:
+            self.finish_reason = "length"
+            return opening
         before = self._text.kept_tokens
         text = self._show(burst)
         self._tally.add(burst.stats, self._text.kept_tokens - before if self._text.stop else len(burst.token_ids))
-        return Piece(text, self._named_now(burst))
+        return Piece(opening.text + text, [*opening.logprobs, *self._named_now(burst)])
+
+    def _opening(self, burst: Committed) -> Piece:
+        """What comes before the first token: the prompt, if it is to be echoed."""
+        request = self._request
+        if request.sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = prompt_logprobs_of(burst, request.prompt)
+        if request.echo is None:
+            return Piece("")
+        best = request.sampling.logprobs
+        if best is None:
+            return Piece(request.echo)
+        offsets = self._door.codec.offsets(request.prompt.tolist(), request.echo)
+        named = zip(self.prompt_logprobs, offsets, strict=True)
+        return Piece(request.echo, [replace(t, best=t.best[:best], offset=offset) for t, offset in named])
 
     def _named_now(self, burst: Committed) -> Sequence[TokenLogprob]:
         self._logprobs += logprobs_of(burst)
         start, self._named = self._named, min(self._text.kept_tokens, len(self._logprobs))
-        return [replace(self._logprobs[i], offset=self._text.character(i)) for i in range(start, self._named)]
+        echoed = len(self._request.echo or "")
+        return [replace(self._logprobs[i], offset=echoed + self._text.character(i)) for i in range(start, self._named)]
 
     def _show(self, burst: Committed) -> str:
         token_ids = burst.token_ids.tolist()

@@ -17,6 +17,7 @@ class Chat:
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    prompt_logprobs_in_choices = False
 
     async def prompt(self, fields: ChatFields, door: FrontDoor) -> list[int]:
         messages = chat_messages(fields.messages)

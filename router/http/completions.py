@@ -17,6 +17,7 @@ class Completions:
     id_prefix = "cmpl"
     whole_object = "text_completion"
     chunk_object = "text_completion"
+    prompt_logprobs_in_choices = True
 
     async def prompt(self, fields: CompletionFields, door: FrontDoor) -> list[int]:
         prompt = prompt_of(fields.prompt, door.codec)

@@ -20,7 +20,7 @@ from router.http.fields import parse_fields
 from router.http.front_door import FrontDoor
 from router.http.http_errors import CLIENT_GONE, describe, error_object, json_response
 from router.http.ignored import ignored_header
-from router.http.logprobs import TokenLogprob
+from router.http.logprobs import TokenLogprob, prompt_logprobs
 from router.http.schema import GenerationFields
 from router.http.sse import DONE, ReaderGone, SseResponse, event, until_disconnect
 from router.http.text_codec import TextCodec
@@ -40,6 +40,7 @@ class Dialect(Protocol[F]):
     id_prefix: str
     whole_object: str
     chunk_object: str
+    prompt_logprobs_in_choices: bool  # else beside the choices
 
     async def prompt(self, fields: F, door: FrontDoor) -> list[int]: ...
 
@@ -103,12 +104,21 @@ class _Writer:
             "choices": [self._whole_choice(index, parts) for index, parts in enumerate(pieces)],
             "usage": usage(self._answers),
         }
+        if not self._dialect.prompt_logprobs_in_choices:
+            body |= self._prompt_logprobs(0)
         return body | self._metrics()
 
     def _whole_choice(self, index: int, pieces: Sequence[Piece]) -> Choice:
         text = "".join(piece.text for piece in pieces)
         logprobs = self._logprobs([token for piece in pieces for token in piece.logprobs])
-        return self._dialect.whole(index, text, logprobs) | self._reasons(index)
+        choice = self._dialect.whole(index, text, logprobs) | self._reasons(index)
+        return choice | self._prompt_logprobs(index) if self._dialect.prompt_logprobs_in_choices else choice
+
+    def _prompt_logprobs(self, index: int) -> dict[str, Any]:
+        best = self._request.prompt_logprobs
+        if best is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(self._answers[index].prompt_logprobs, best, self._door.codec)}
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, Piece | None], None]:
         """(choice, piece) of all answers as they come, (choice, None) when that one has ended."""

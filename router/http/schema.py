@@ -62,6 +62,7 @@ class GenerationFields(Fields):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None  # no stop of any kind before
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # best tokens beside the prompt's own
     stop: Any = None  # a string, or up to MAX_STOPS of them
     stop_token_ids: Annotated[list[Any], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
@@ -78,6 +79,8 @@ class GenerationFields(Fields):
 class CompletionFields(GenerationFields):
     prompt: Any = None  # a string, a list of token ids, or a list with exactly one of these
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # how many best tokens beside the chosen one
+    echo: bool | None = None  # the prompt before the answer
+    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0 only with echo: the prompt alone
 
 
 class Message(Fields):
@@ -111,7 +114,6 @@ class DetokenizeFields(Fields):
 # because an answer that silently lacks what was asked for is worse than none. Missing and null always ask for nothing.
 NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
@@ -126,7 +128,6 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
 }
 COMPLETION_NOT_YET: Mapping[str, tuple[Any, ...]] = {
     **NOT_YET,
-    "echo": (False,),
     "suffix": ("",),
 }
 CHAT_NOT_YET: Mapping[str, tuple[Any, ...]] = {

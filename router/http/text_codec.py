@@ -102,6 +102,16 @@ class TextCodec:
             return ByteDetokenizer(lambda token_id: b"" if token_id in hidden else self.token_bytes(token_id))
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens))
 
+    def offsets(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Where in `text`, which they stand for, each token begins; tokens that were added before the text begin at
+        0."""
+        detokenizer, begins, length = self.detokenizer(skip_special_tokens=False), [], 0
+        for token_id in token_ids:
+            begins.append(length)
+            length += len(detokenizer.push(token_id))
+        added = max(0, length + len(detokenizer.flush()) - len(text))
+        return [max(0, begin - added) for begin in begins]
+
     def token_bytes(self, token_id: int) -> bytes:
         """What the token alone stands for, special tokens included; a part of a character perhaps."""
         known = self._bytes_of.get(token_id)

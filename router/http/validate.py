@@ -50,6 +50,9 @@ class PreparedRequest:
     include_usage: bool
     continuous_usage: bool
     report: bool
+    echo: str | None = None  # the prompt's text, where the answer begins with it
+    only_prompt: bool = False  # nothing that is generated counts
+    prompt_logprobs: int | None = None  # of so many best tokens in the field of that name; echo has its own
 
 
 def check_model(asked: str | None, limits: Limits) -> None:
@@ -83,18 +86,25 @@ def prepare(
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
         report=bool(speculation.report),
+        echo=_echo(fields, kept, codec),
+        only_prompt=fields.max_tokens == 0,
+        prompt_logprobs=fields.prompt_logprobs,
     )
 
 
 def _max_tokens(fields: GenerationFields, prompt_len: int, limits: Limits) -> int:
-    if fields.max_tokens and fields.max_completion_tokens and fields.max_tokens != fields.max_completion_tokens:
+    limits_asked = {fields.max_tokens, fields.max_completion_tokens} - {None}
+    if len(limits_asked) > 1:
         raise InvalidRequest(
             f"max_completion_tokens: {fields.max_completion_tokens} contradicts max_tokens {fields.max_tokens}",
             "max_completion_tokens",
         )
+    if fields.max_tokens == 0 and not (isinstance(fields, CompletionFields) and fields.echo):
+        raise InvalidRequest("max_tokens: must be at least 1 without echo", "max_tokens")
     if prompt_len == 0:
         raise InvalidRequest("prompt: must hold at least one token", "prompt")
-    asked = fields.max_completion_tokens or fields.max_tokens
+    # An answer that is the prompt alone takes a token all the same: the target's values come with it.
+    asked = fields.max_completion_tokens or (1 if fields.max_tokens == 0 else fields.max_tokens)
     room = limits.max_model_len - prompt_len
     if room < (asked or 1):
         wanted = f"{asked} more were asked for" if asked else "that leaves no room for an answer"
@@ -123,6 +133,7 @@ def _sampling(fields: GenerationFields, max_tokens: int, codec: TextCodec, key: 
         rule=_rule(fields, temperature),
         key=key if fields.seed is None else fields.seed % 2**64,
         logprobs=_logprobs(fields),
+        prompt_logprobs=_prompt_logprobs(fields),
         **token_rules(fields, max_tokens, stop_token_ids, codec),
     )
 
@@ -136,6 +147,25 @@ def _logprobs(fields: GenerationFields) -> int | None:
             raise InvalidRequest("top_logprobs: only allowed with logprobs: true", "top_logprobs")
         return None
     return fields.top_logprobs or 0
+
+
+def _prompt_logprobs(fields: GenerationFields) -> int | None:
+    """How many best tokens the target must report beside each token of the prompt; None = nothing."""
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise InvalidRequest("prompt_logprobs: not available with stream: true", "prompt_logprobs")
+    echoed = fields.logprobs if isinstance(fields, CompletionFields) and fields.echo else None
+    asked = [best for best in (fields.prompt_logprobs, echoed) if best is not None]
+    return max(asked) if asked else None
+
+
+def _echo(fields: GenerationFields, kept: Sequence[int], codec: TextCodec) -> str | None:
+    """A text comes back as it was sent; token ids, and what a cut has left, as the text that they stand for."""
+    if not isinstance(fields, CompletionFields) or not fields.echo:
+        return None
+    prompt = fields.prompt[0] if isinstance(fields.prompt, list) else fields.prompt
+    if isinstance(prompt, str) and fields.truncate_prompt_tokens is None:
+        return prompt
+    return codec.decode(kept)
 
 
 def _rule(fields: GenerationFields, temperature: float) -> Rule:
