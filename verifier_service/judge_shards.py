@@ -10,7 +10,7 @@ import numpy as np
 
 from outrider_kernels.philox import signed_key
 from outrider_kernels.target_distribution import GREEDY_TEMPERATURE
-from verifier_service.judge import Outcome, judge
+from verifier_service.judge import NOT_FINITE, Outcome, judge
 from verifier_service.session import Session
 from verifier_service.sharded_logits import ShardedLogits
 from verifier_service.step_plan import Races, Words
@@ -72,7 +72,7 @@ def _float32(temperature: float) -> float:
 def _accepted(session: Session, chosen: Words, sound: bool) -> Outcome:
     """A draft stands up to the first token that the target would not have chosen itself."""
     if not sound:
-        return Outcome(0, 0, "the target's logits are not finite")
+        return Outcome(0, 0, NOT_FINITE)
     different = np.flatnonzero(chosen[:-1] != session.draft)
     end = int(different[0]) if len(different) else len(session.draft)
     return Outcome(end, int(chosen[end]))

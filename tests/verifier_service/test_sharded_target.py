@@ -24,6 +24,7 @@ SAMPLINGS: dict[str, dict[str, object]] = {
     "sampled": {"temperature": 1.0, "key": 7},
     "filtered": {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "key": 8},
     "logprobs": {"logprobs": 2},
+    "prompt logprobs": {"prompt_logprobs": 1, "temperature": 0.7, "key": 11},
     "ruled": {"temperature": 0.8, "key": 9, "repetition_penalty": 1.3},
     "ratio": {"temperature": 1.0, "key": 10, "rule": "ratio"},
 }
@@ -88,9 +89,10 @@ def test_every_kind_of_choice_is_the_unsharded_engines(sharded: ShardedTarget, l
     assert cut.engine.counters.accepted_tokens == whole.engine.counters.accepted_tokens
     for name, session in cut.sessions.items():
         for mine, own in zip(session.results, whole.sessions[name].results, strict=True):
-            assert (mine.logprobs is None) == (own.logprobs is None)
-            if mine.logprobs is not None and own.logprobs is not None:
-                np.testing.assert_allclose(mine.logprobs.chosen, own.logprobs.chosen, atol=1e-4)
+            for found, expected in ((mine.logprobs, own.logprobs), (mine.prompt_logprobs, own.prompt_logprobs)):
+                assert (found is None) == (expected is None)
+                if found is not None and expected is not None:
+                    np.testing.assert_allclose(found.chosen, expected.chosen, atol=1e-4)
 
 
 def test_only_rows_whose_choice_needs_it_are_gathered(sharded: ShardedTarget) -> None:
