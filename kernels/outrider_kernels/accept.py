@@ -20,8 +20,6 @@ from outrider_kernels.short_law import is_filtered
 from outrider_kernels.sparse_draft import DraftSupports, SparseRows
 from outrider_kernels.target_distribution import GREEDY_TEMPERATURE
 
-_FEW_ROWS = 16
-
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
@@ -126,7 +124,7 @@ def _accept_drawn(
 def _accept_row_by_row(
     logits: Tensor, row_starts: Tensor, draft_ids: Tensor, sampling: SamplingRows
 ) -> tuple[Tensor, Tensor]:
-    if _choosing_is_cheap(len(logits), logits.shape[-1], sampling):
+    if _choosing_is_cheap(logits.shape[-1], sampling):
         return _accept_by_choice(logits, row_starts, draft_ids, sampling)
     num_accepted = torch.zeros_like(row_starts[1:])
     next_token = torch.zeros_like(row_starts[1:])
@@ -144,12 +142,10 @@ def _accept_row_by_row(
     return num_accepted, next_token
 
 
-def _choosing_is_cheap(rows: int, vocab: int, sampling: SamplingRows) -> bool:
+def _choosing_is_cheap(vocab: int, sampling: SamplingRows) -> bool:
     """Whether choosing in every row at once, after a rejection too, costs less than going step by step: the best token
-    of a row always, a filtered race while there are few rows (fewer, larger operations), the ratio test never."""
+    of a row and a filtered race always (going step by step copies a row, which takes as long), the ratio test never."""
     greedy = sampling.temperature < GREEDY_TEMPERATURE
-    if rows > _FEW_ROWS:
-        return bool(greedy.all())
     filtered = is_filtered(sampling.top_k, sampling.top_p, sampling.min_p, vocab)
     return bool((greedy | (filtered & ~sampling.ratio)).all())
 

@@ -73,10 +73,10 @@ def _next_law(
     law = log_target[rows]
     target, draft = probabilities.target[rows], probabilities.draft[rows]
     filled, ids = supports.counts[rows] > 0, supports.ids[rows]
-    # An empty place may repeat any id: it must write nothing, so it goes to a column that is cut off again.
-    places = torch.where(filled, ids, law.shape[-1])
     residual = rules.log_residual(target, draft, running).float()
-    left = torch.nn.functional.pad(law, (0, 1)).scatter(-1, places, residual)[:, :-1]
+    session, place = filled.nonzero(as_tuple=True)  # an empty place may repeat any id: it must write nothing
+    law[session, ids[session, place]] = residual[session, place]
     # Rounding can leave nothing where target and draft are equal; such a rejection is itself a rounding error.
-    nothing = left.amax(dim=-1, keepdim=True) == -torch.inf
-    return torch.where(nothing, law, left)
+    nothing = (law.amax(dim=-1) == -torch.inf).nonzero().flatten()
+    law[nothing] = log_target[rows[nothing]]
+    return law

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 32
+_GROUP = 4
 
 
 def best_token(scores: Tensor) -> Tensor:
@@ -27,8 +28,14 @@ def best_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if vocab % _BLOCK or count * _BLOCK * 2 > vocab:
         values, ids = scores.topk(count, dim=-1)
         return values, ids
-    blocks = scores.view(rows, vocab // _BLOCK, _BLOCK)
-    chosen = blocks.amax(dim=-1).topk(count, dim=-1, sorted=False).indices
-    candidates = blocks.gather(1, chosen[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
-    values, place = candidates.topk(count, dim=-1)
-    return values, chosen.gather(1, place // _BLOCK) * _BLOCK + place % _BLOCK
+    # A block is every (vocab / 32)-th token, which lets the maxima of neighbouring blocks be taken together.
+    stride = vocab // _BLOCK
+    blocks = scores.view(rows, _BLOCK, stride)
+    block = blocks.amax(dim=1).topk(count, dim=-1, sorted=False).indices
+    candidates = blocks.gather(2, block[:, None].expand(-1, _BLOCK, -1)).flatten(1)
+    # Once more among the candidates, in groups of a few.
+    groups = candidates.view(rows, _GROUP, count * _BLOCK // _GROUP)
+    group = groups.amax(dim=1).topk(count, dim=-1, sorted=False).indices
+    values, place = groups.gather(2, group[:, None].expand(-1, _GROUP, -1)).flatten(1).topk(count, dim=-1)
+    at = place // count * groups.shape[-1] + group.gather(1, place % count)
+    return values, at // count * stride + block.gather(1, at % count)

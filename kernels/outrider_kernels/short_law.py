@@ -43,7 +43,7 @@ def short_law(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
     cut = (top_p < 1).nonzero().flatten()
     if cut.numel():
         kept[cut] &= _better_holds_less(
-            logits[cut], values[cut, 0], temperature[cut], scores[cut], kept[cut], top_p[cut], inside[cut]
+            logits, cut, values[cut, 0], temperature[cut], scores[cut], kept[cut], top_p[cut], inside[cut]
         )
         # If top-p alone was open, the whole row's mass was taken; a top-k or min-p that reaches past the list was not.
         open_ended = is_filtered(top_k, torch.ones_like(top_p), min_p, vocab)
@@ -57,14 +57,22 @@ def _ends_inside(kept: Tensor, vocab: int) -> Tensor:
 
 
 def _better_holds_less(
-    logits: Tensor, best: Tensor, temperature: Tensor, scores: Tensor, kept: Tensor, top_p: Tensor, inside: Tensor
+    logits: Tensor,
+    rows: Tensor,
+    best: Tensor,
+    temperature: Tensor,
+    scores: Tensor,
+    kept: Tensor,
+    top_p: Tensor,
+    inside: Tensor,
 ) -> Tensor:
-    """[rows, n] whether the tokens better than each hold less than top_p of what was kept; the best always stays."""
+    """[rows, n] whether the tokens better than each hold less than top_p of what was kept; the best always stays. All
+    arguments but logits are of the given `rows` of it alone: most of these are never looked at again."""
     masses = torch.where(kept, scores.double().exp(), 0.0)
     total = masses.sum(dim=-1)
     whole = (~inside).nonzero().flatten()
     if whole.numel():
-        total[whole] = _mass(logits[whole], best[whole], temperature[whole])
+        total[whole] = _mass(logits[rows[whole]], best[whole], temperature[whole])
     better = masses.cumsum(dim=-1) - masses
     first = torch.arange(scores.shape[-1], device=scores.device) == 0
     stays = (better < (top_p.double() * total)[:, None]) | first
