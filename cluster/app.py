@@ -19,9 +19,10 @@ from cluster.assembly import (
     start_router,
     start_verifier,
 )
-from cluster.config import Config, DeploymentConfig, DrafterConfig, PlacementConfig, parse_config
+from cluster.config import Config, DeploymentConfig, DrafterConfig, PlacementConfig, TargetConfig, parse_config
 from cluster.placement import OPENMP
 from cluster.protocol.grpc_carrier import GrpcTransport
+from cluster.rank_actors import RankActors, end_replica, rank_options
 from cluster.ray_board import RayBoard
 
 APPLICATION = "outrider"
@@ -50,7 +51,8 @@ class _Deployment:
 @serve.deployment
 class Verifier(_Deployment):
     async def __init__(self, config: Config, secret: bytes) -> None:  # type: ignore[misc]
-        self._replica = await start_verifier(config.target, _wiring(config, secret))
+        ranks = RankActors(config.target)
+        self._replica = await start_verifier(config.target, _wiring(config, secret), ranks, lost=end_replica)
 
 
 @serve.deployment
@@ -89,8 +91,7 @@ def build(args: dict[str, Any]) -> Application:
 def build_application(config: Config) -> Application:
     secret = _secret(config)
     others: list[Application] = [
-        _place(Verifier, config.target.deployment_config, config.target.placement, config.target.engine_config.threads)
-        .bind(config, secret),
+        _place_verifier(config.target).bind(config, secret),
         _place(Router, config.router.deployment_config, config.router.placement, 1).bind(config, secret),
     ]  # fmt: skip
     for drafter in config.drafters:
@@ -100,6 +101,14 @@ def build_application(config: Config) -> Application:
     # Serve's own limit is the outer safety net; the router refuses first, with a proper error body.
     ingress = ingress.options(max_ongoing_requests=config.ingress.max_ongoing_requests)
     return ingress.bind(config, secret, *others)
+
+
+def _place_verifier(target: TargetConfig) -> Any:
+    ranks = rank_options(target)
+    # A replica in a placement group is placed by its bundles' labels, not by its own.
+    placement = PlacementConfig() if ranks else target.placement
+    placed = _place(Verifier, target.deployment_config, placement, target.engine_config.threads)
+    return placed.options(**ranks) if ranks else placed
 
 
 def _place(deployment: Any, options: DeploymentConfig, placement: PlacementConfig, threads: int) -> Any:
