@@ -19,6 +19,7 @@ from drafter_service.interface import DraftAnswer
 from outrider_kernels.accept import SamplingRows
 from outrider_kernels.draft_choice import choose_drafts
 from outrider_kernels.page_table import PageTable
+from outrider_kernels.processors import RuledBlock, TokenRules, named_ids, process, rules_of
 from outrider_kernels.ragged_batch import Piece, RaggedBatch, pack
 from outrider_kernels.sparse_draft import SUPPORT_SIZE, SparseRows, to_message
 
@@ -55,6 +56,7 @@ class _Draft:
     tokens: list[int] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
     drawn_from: list[SparseRows] = field(default_factory=list)  # one row per token; none for point drafts
+    rules: TokenRules | None = None  # of the request, with the proposals so far as if they were committed
 
 
 class DraftModel:
@@ -152,6 +154,8 @@ class DraftModel:
         """The first pass takes what is new of every session, the others one row each; who is done drops out."""
         pieces = self._new_rows(drafts)
         drafts = [draft for draft in drafts if draft.depth > 0]
+        for draft in drafts:
+            draft.rules = self._rules(draft.request)
         sampling = SamplingRows.of(
             [draft.request.sampling for draft in drafts],
             [draft.request.base_len for draft in drafts],
@@ -159,11 +163,14 @@ class DraftModel:
         active = torch.arange(len(drafts))
         while pieces:
             logits = self._model.run(pack(self._pages, pieces))[:, : self._vocab_size]
+            logits = process(logits, _ruled(drafts))
             rows = sampling.take(active)
             step = len(drafts[0].tokens) if drafts else 0
             chosen = self._choose(logits, rows, drafts, step)
             for draft, token, confidence in zip(drafts, chosen, _confidence(logits), strict=True):
                 draft.tokens.append(token)
+                if draft.rules is not None:
+                    draft.rules.commit(np.array([token], np.int64))
                 draft.confidence.append(confidence)
             going_on = [place for place, draft in enumerate(drafts) if len(draft.tokens) < draft.depth]
             active = active[going_on]
@@ -177,6 +184,13 @@ class DraftModel:
             for row in law.counts.sum(dim=-1).nonzero().flatten().tolist():
                 drafts[row].drawn_from.append(SparseRows(law.ids[row], law.counts[row]))
         return chosen.tolist()
+
+    def _rules(self, request: DraftRequest) -> TokenRules | None:
+        """What the target will apply to the same places; without it drafts are only accepted less often."""
+        if any(not 0 <= token_id < self._vocab_size for token_id in named_ids(request.sampling)):
+            return None
+        held = np.array(self._sessions[request.session_id].tokens[: request.base_len], np.int64)
+        return rules_of(request.sampling, held, min(request.prompt_len, len(held)), self._vocab_size)
 
     def _new_rows(self, drafts: list[_Draft]) -> list[Piece]:
         """What the cache lacks of each session. A long prompt is spread over several requests, which until it is done
@@ -197,6 +211,12 @@ class DraftModel:
         token = draft.tokens[-1]
         self._sessions[draft.request.session_id].tokens.append(token)
         return Piece(draft.request.session_id, np.array([token], np.int64), logits=1)
+
+
+def _ruled(drafts: Sequence[_Draft]) -> list[RuledBlock]:
+    """One row each, the last of its block so far."""
+    nothing = np.empty(0, np.int64)
+    return [RuledBlock(draft.rules, row, nothing) for row, draft in enumerate(drafts) if draft.rules is not None]
 
 
 def _confidence(logits: Tensor) -> list[float]:

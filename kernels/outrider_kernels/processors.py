@@ -6,7 +6,7 @@ Knows nothing of drafters or caches. Invariant: row i of a block counts the draf
 committed, and a session's own state grows by committed tokens only, so a rejection has nothing to roll back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -31,6 +31,14 @@ def rules_of(sampling: SamplingParams, tokens: Ids, prompt_len: int, vocab_size:
     rules = TokenRules(sampling, tokens[:prompt_len], vocab_size)
     rules.commit(tokens[prompt_len:])
     return rules
+
+
+def named_ids(sampling: SamplingParams) -> Iterator[int]:
+    """The token ids that must be in the vocabulary."""
+    yield from (token_id for token_id, _ in sampling.logit_bias)
+    yield from sampling.allowed_token_ids
+    for word in sampling.bad_words:
+        yield from word
 
 
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
