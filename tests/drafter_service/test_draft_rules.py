@@ -17,7 +17,7 @@ PROMPT = [9, 8, 9]
 RULES: dict[str, dict[str, Any]] = {
     "bias": {"logit_bias": ((4, 3.0), (17, -100.0), (30, 4.0))},
     "allowed": {"allowed_token_ids": (1, 5, 9, 22, 23, 60)},
-    "bad words": {"bad_words": tuple((i,) for i in range(0, 64, 2)) + ((9, 9), (1, 5, 9))},
+    "bad words": {"bad_words": (*((i,) for i in range(0, 64, 2)), (9, 9), (1, 5, 9))},
     "repetition": {"repetition_penalty": 1.8},
     "frequency and presence": {"frequency_penalty": 1.2, "presence_penalty": 1.5},
     "min_tokens": {"min_tokens": 9, "stop_token_ids": tuple(range(0, 64, 3))},
