@@ -63,7 +63,7 @@ def check_drafts(outputs: Sequence[Output], drafter: str, depth: int) -> None:
     assert max(r.drafted for output in outputs for r in output.rounds) == depth
     if drafter == "oracle":
         assert accepted == drafted
-        # The first token is chosen at depth 0, then each round commits depth + 1; on a busy machine a draft may be late.
+        # The first token is chosen at depth 0, then each round commits depth + 1. A busy machine may be late once.
         assert any(len(output.rounds) == 1 + -(-(TOKENS - 1) // (depth + 1)) for output in outputs)
     elif drafter == "wrong":
         assert accepted == 0
