@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -84,11 +85,16 @@ class Router:
 
 @asynccontextmanager
 async def replica(
-    target: ScriptedTarget | None = None, health_timeout_s: float = 5.0, **limits: Any
+    target: ScriptedTarget | None = None,
+    health_timeout_s: float = 5.0,
+    clock: Callable[[], float] = time.monotonic,
+    **limits: Any,
 ) -> AsyncIterator[Replica]:
     transport = LocalTransport()
-    made = engine(target, **limits)
-    service = VerifierService(made, Hello("verifier", "v0", model_id="m"), transport, health_timeout_s=health_timeout_s)
+    hello = Hello("verifier", "v0", model_id="m")
+    service = VerifierService(
+        engine(target, **limits), hello, transport, health_timeout_s=health_timeout_s, clock=clock
+    )
     address = await service.start()
     try:
         yield Replica(service, transport, address)
@@ -309,6 +315,20 @@ async def test_a_probe_that_fails_is_fatal_as_a_pass_would_be() -> None:
             await running.service.check_health()
         with pytest.raises(LinkClosed):
             await router.batch()
+
+
+async def test_a_recent_pass_proves_as_much_as_a_probe_and_an_old_one_does_not() -> None:
+    gate, now_s = Gate(), [100.0]
+    async with replica(ScriptedTarget(on_run=gate), clock=lambda: now_s[0]) as running:
+        router = await running.router()
+        await router.send(open_session("a", PROMPT), verify("a", len(PROMPT)))
+        await router.batch()
+        passes = len(gate.passes)
+        await running.service.check_health()
+        assert len(gate.passes) == passes
+        now_s[0] += 5.0
+        await running.service.check_health()
+        assert len(gate.passes) == passes + 1
 
 
 async def test_a_router_hears_of_the_load_at_once_and_of_changes() -> None:
