@@ -2,8 +2,7 @@
 gate and up, one rotation for queries and keys, one kernel per norm.
 
 Takes a transformers model's own weights and position embedding; knows pages only through an attention plan. Computes
-what the model's modules compute, up to rounding. SmolLM2-135M, float32, prepacked weights, 48 cached tokens, one
-AVX-512 core, ms per pass through the modules and through this: 57 and 48 for one row, 72 and 63 for eight.
+what the model's modules compute, up to rounding.
 """
 
 from collections.abc import Callable
