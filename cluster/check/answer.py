@@ -117,6 +117,7 @@ def _logprobs(given: Json) -> list[TokenLogprob]:
     return [
         TokenLogprob(str(token), float(logprob), {str(t): float(value) for t, value in (top or {}).items()})
         for token, logprob, top in zip(given["tokens"], given["token_logprobs"], tops, strict=True)
+        if logprob is not None  # the first token of an echoed prompt follows nothing
     ]
 
 

@@ -33,7 +33,8 @@ class Logprobs:
 
     async def cells(self, twins: Twins) -> list[Cell]:
         values = [Cell(name, partial(self._values, twins, ask)) for name, ask in ASKS.items()]
-        return [*values, Cell("asking changes nothing", partial(self._same_text, twins))]
+        read = Cell("read back as a prompt", partial(self._read_back, twins))
+        return [*values, read, Cell("asking changes nothing", partial(self._same_text, twins))]
 
     async def _values(self, twins: Twins, ask: Ask) -> Verdict:
         fast, plain = await twins.both(ask)
@@ -43,6 +44,21 @@ class Logprobs:
         if verdict.outcome == "violation" or ask.prompt != COPY:
             return verdict
         return passed(f"{verdict.detail}; {drafts_seen([fast], 'drafted')}")
+
+    async def _read_back(self, twins: Twins) -> Verdict:
+        """A token has the same value where it was generated and where the target reads it."""
+        written = await twins.fast.ask(ASKS["completion, copied paragraph"])
+        if not written.logprobs:
+            raise NotCheckable("the server gives no log-probabilities")
+        whole = COPY + written.text
+        read = await twins.fast.ask(Ask(whole, 1, logprobs=True, extra={"echo": True}))
+        if not read.text.startswith(whole) or not read.logprobs:
+            raise NotCheckable("the server does not echo prompts with their log-probabilities")
+        ours = [entry for entry in written.logprobs if entry.token]
+        theirs = read.logprobs[-1 - len(ours) : -1]
+        if [entry.token for entry in ours] != [entry.token for entry in theirs]:
+            raise NotCheckable("the text is cut into other tokens where it is read")
+        return _equal(ours, theirs, self._tolerance, ("where it was written", "where it is read"))
 
     async def _same_text(self, twins: Twins) -> Verdict:
         ask = ASKS["completion, copied paragraph"]
@@ -59,7 +75,12 @@ def _complete(answer: Answer) -> Verdict:
     return passed()
 
 
-def _equal(fast: Sequence[TokenLogprob], plain: Sequence[TokenLogprob], tolerance: float) -> Verdict:
+def _equal(
+    fast: Sequence[TokenLogprob],
+    plain: Sequence[TokenLogprob],
+    tolerance: float,
+    sides: tuple[str, str] = ("with speculation", "without"),
+) -> Verdict:
     """Up to the first token in which the texts differ, which greedy parity and seeds judge."""
     furthest, compared = 0.0, 0
     for place, (ours, theirs) in enumerate(zip(fast, plain, strict=False)):
@@ -70,7 +91,7 @@ def _equal(fast: Sequence[TokenLogprob], plain: Sequence[TokenLogprob], toleranc
         furthest = max(furthest, apart)
         if not apart <= tolerance:  # also when it is NaN
             detail = (
-                f"token {place} {ours.token!r}: {ours.logprob:.4f} with speculation, {theirs.logprob:.4f} without; "
+                f"token {place} {ours.token!r}: {ours.logprob:.4f} {sides[0]}, {theirs.logprob:.4f} {sides[1]}; "
                 f"{apart:.2g} apart (tolerance {tolerance:g})"
             )
             return violation(detail, fast=list(map(_plain, fast)), plain=list(map(_plain, plain)))

@@ -24,7 +24,7 @@ from cluster.simulator.scripted_target import ScriptedLaw
 VOCABULARY = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 "
 EOS = len(VOCABULARY)
 CHAT_LENGTH = 20  # tokens after which a chat's answer ends by itself
-CONTEXT = 32  # prompt tokens that count
+CONTEXT = 32  # newest tokens that count
 MODEL = "toy"
 
 Lie = Literal[
@@ -56,7 +56,9 @@ class Toy:
     tied: bool = False  # the law's two best are nearly tied at every tenth token
     reports_acceptance: bool = True
     keys: Iterator[int] = field(default_factory=lambda: itertools.count(10**6))
-    law: ScriptedLaw = field(default_factory=lambda: ScriptedLaw(vocab_size=EOS + 1, seed=3, spread=40.0))
+    law: ScriptedLaw = field(
+        default_factory=lambda: ScriptedLaw(vocab_size=EOS + 1, seed=3, spread=40.0, window=CONTEXT)
+    )
 
     def transport(self) -> httpx.ASGITransport:
         return httpx.ASGITransport(self.app())
@@ -107,6 +109,12 @@ def decode(tokens: Sequence[int]) -> str:
     return "".join(VOCABULARY[token] for token in tokens if token != EOS)
 
 
+def named(raw: NDArray[np.float64]) -> dict[str, float]:
+    """Log-probabilities by token, best first."""
+    values = raw - raw.max() - np.log(np.exp(raw - raw.max()).sum())
+    return {decode([int(i)]): float(values[i]) for i in np.argsort(values)[::-1]}
+
+
 class _Text:
     """One answer."""
 
@@ -114,7 +122,7 @@ class _Text:
         self.toy, self.body, self.depth = toy, body, depth
         self.chat = "messages" in body
         prompt = body["prompt"] if not self.chat else "".join(m["content"] for m in body["messages"])
-        self.prompt = encode(prompt)[-CONTEXT:]
+        self.prompt = encode(prompt)
         self.tokens: list[int] = []
         self.logprobs: list[dict[str, float]] = []
         self.rounds = 1
@@ -170,7 +178,7 @@ class _Text:
         self.accepted = min(self.accepted, kept)
 
     def choose(self, place: int) -> int:
-        raw = self.toy.law.logits([*self.prompt, *self.tokens]).astype(np.float64)
+        raw = self.toy.law.logits([*self.prompt, *self.tokens][-CONTEXT:]).astype(np.float64)
         best, second = np.argsort(raw)[::-1][:2]
         if self.toy.tied and place % 10 == 7:
             raw[second] = raw[best] - 1e-5
@@ -215,8 +223,7 @@ class _Text:
     def note(self, raw: NDArray[np.float64], place: int) -> None:
         if self.toy.lie == "logprobs of the drafter" and self.drafted(place):
             raw = raw * 0.9
-        values = raw - raw.max() - np.log(np.exp(raw - raw.max()).sum())
-        self.logprobs.append({decode([int(i)]): float(values[i]) for i in np.argsort(values)[::-1]})
+        self.logprobs.append(named(raw))
 
     # What is sent.
 
@@ -234,7 +241,7 @@ class _Text:
 
     def choice(self, start: int, end: int, chat: bool, whole: bool) -> dict[str, Any]:
         tokens = self.tokens[start:end]
-        text = decode(tokens)
+        text = (self.body["prompt"] if self.echoes and not start else "") + decode(tokens)
         shape = {"message" if whole else "delta": {"content": text}} if chat else {"text": text}
         return {"index": 0, **shape, "logprobs": self.shown_logprobs(start, tokens, chat), "finish_reason": None} | (
             {"finish_reason": self.finish_reason} if end >= len(self.tokens) else {}
@@ -244,8 +251,14 @@ class _Text:
         if not self.body.get("logprobs"):
             return None
         names = [decode([token]) for token in tokens]
-        values = [self.logprobs[start + i][name] for i, name in enumerate(names)]
-        tops = [dict(itertools.islice(self.logprobs[start + i].items(), 2)) for i in range(len(names))]
+        values: list[Any] = [self.logprobs[start + i][name] for i, name in enumerate(names)]
+        tops: list[Any] = [dict(itertools.islice(self.logprobs[start + i].items(), 2)) for i in range(len(names))]
+        if self.echoes and not start:
+            read = [None, *(named(row) for row in self.toy.law.logits_of_rows(*self.prompt_rows()).astype(np.float64))]
+            ours = [decode([token]) for token in self.prompt]
+            names = ours + names
+            values = [row and row[name] for row, name in zip(read, ours, strict=True)] + values
+            tops = [row and dict(itertools.islice(row.items(), 2)) for row in read] + tops
         if not chat:
             return {"tokens": names, "token_logprobs": values, "top_logprobs": tops}
         entries = zip(names, values, tops, strict=True)
@@ -255,6 +268,13 @@ class _Text:
                 for n, v, top in entries
             ]
         }
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.body.get("echo")) and not self.chat
+
+    def prompt_rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return np.array(self.prompt, np.int64), np.arange(len(self.prompt) - 1)
 
     def events(self, chat: bool) -> Iterator[str]:
         size = self.depth + 1
