@@ -61,7 +61,7 @@ KERNELS = (
     Kernel(
         block_sampler_triton.slot_kernel,
         "*fp32 *fp32 *fp32 *fp32 *i64 *i64 *i64 *fp32 *i64 i32 i32 i32 i32 i32 fp32",
-        {"SESSIONS": 16, "TOKENS": 64, "RANKS": 32},
+        {"SESSIONS": 16, "TOKENS": 32, "RANKS": 16},
     ),
 )
 

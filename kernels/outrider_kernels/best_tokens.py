@@ -1,7 +1,6 @@
-"""The best tokens of each row, by looking at the best of every 32 first: torch's own searches go token by token.
+"""The best tokens of each row, by looking at the best of blocks of 32 first: torch's own searches go token by token.
 
 Knows nothing of what scores mean. Exact: any of the n best lies in a block whose best is among the n best of blocks.
-Measured on a 49,152-token row of one AVX2 core: best 0.03 ms for argmax's 0.085, best 128 0.06 ms for topk's 0.17.
 """
 
 import torch

@@ -21,8 +21,8 @@ from outrider_kernels.target_distribution import GREEDY_TEMPERATURE
 
 _RACE = tl.constexpr(RACE)
 _SESSIONS = 16  # per program, which all share what it reads of the head's matrix
-_TOKENS = 64  # per tile: float64 logarithms of noise take many registers
-_RANKS = 32  # summed at once
+_TOKENS = 32  # per tile: float64 logarithms of noise take many registers
+_RANKS = 16  # summed at once
 _SPLITS = 64  # programs per group of sessions at most
 
 
