@@ -24,7 +24,7 @@ NATURAL_END = 128  # tokens within which a short answer should end by itself
 BAN = -100.0
 # Strengths in the order tried: one that changes the text, but not so much that no copied block is accepted.
 PENALTIES = {
-    "presence_penalty": (1.0, 1.5, 2.0),
+    "presence_penalty": (1.0, 2.0, -2.0),
     "frequency_penalty": (1.0, 0.5),
     "repetition_penalty": (1.3, 1.15, 1.08, 1.04),
 }
