@@ -54,8 +54,14 @@ def test_a_dear_step_is_crossed_when_what_lies_behind_it_pays() -> None:
     assert best_budget(confidences, steps_per_time).lengths == (3,)
 
 
+def test_of_equal_rates_the_smallest_budget_is_taken() -> None:
+    assert best_budget([[1.0, 0.5]], [1.0, 0.5, 0.4]).lengths == (0,)
+    assert early_stop_budget([[1.0, 0.5]], [1.0, 0.5, 0.4]).lengths == (0,)
+
+
 def test_equal_slots_go_to_the_smaller_position_then_the_first_session() -> None:
     assert lengths_within([[0.5, 1.0], [0.5, 1.0]], 1) == (1, 0)
+    assert lengths_within([[0.5, 1.0], [0.5, 1.0]], 2) == (1, 1)
     assert lengths_within([[0.5, 1.0], [0.5, 1.0]], 3) == (2, 1)
 
 
