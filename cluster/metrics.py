@@ -102,6 +102,13 @@ class Metrics:
         for position in range(accepted):
             self._accepted_at.labels(self._model, str(position)).inc()
 
+    def speculated(self) -> tuple[int, int, int]:
+        """Since the start: rounds with draft tokens, these tokens, and those of them that were accepted."""
+        names = ("drafts", "draft_tokens", "accepted_tokens")
+        samples = (f"outrider_spec_decode_num_{name}_total" for name in names)
+        drafts, drafted, accepted = (self._registry.get_sample_value(s, {"model": self._model}) for s in samples)
+        return int(drafts or 0), int(drafted or 0), int(accepted or 0)
+
     def request_finished(self, reason: str, had_tokens: bool, e2e_s: float) -> None:
         """`reason` is one of FINISHED_REASONS; call once per started request."""
         (self._running if had_tokens else self._waiting).dec()

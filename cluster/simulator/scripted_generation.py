@@ -31,7 +31,7 @@ class Burst:
 
 @dataclass
 class ScriptedGeneration:
-    """Commits the script; a burst of None waits for ever. Records how it was released."""
+    """Commits the script; a burst of None waits until it is released. Records how that was done."""
 
     prompt: Tokens
     sampling: SamplingParams
@@ -42,6 +42,7 @@ class ScriptedGeneration:
     waiting: asyncio.Event = field(default_factory=asyncio.Event)  # set while a burst of None waits
     abandoning: asyncio.Event = field(default_factory=asyncio.Event)  # set when `abandon` is called
     may_abandon: asyncio.Event = field(default_factory=asyncio.Event)  # clear it to make `abandon` wait
+    _released: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.may_abandon.set()
@@ -51,7 +52,7 @@ class ScriptedGeneration:
         for burst in self.script:
             if burst is None:
                 self.waiting.set()
-                await asyncio.Event().wait()
+                await self._released.wait()
                 return
             if burst.error is not None:
                 raise burst.error
@@ -63,11 +64,13 @@ class ScriptedGeneration:
 
     async def finish(self, kept_len: int) -> None:
         self.finished.append(kept_len)
+        self._released.set()
 
     async def abandon(self) -> None:
         self.abandoning.set()
         await self.may_abandon.wait()
         self.abandoned += 1
+        self._released.set()
 
 
 @dataclass

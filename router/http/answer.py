@@ -4,6 +4,7 @@ Knows nothing of HTTP or of the two OpenAI dialects. The invariant: every sessio
 router, cut by `finish`, or given up by `abandon`.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Any
 
 from cluster.protocol.errors import OutriderError, ProtocolError
 from cluster.protocol.messages import Committed
+from router.generation import Generation
 from router.http.front_door import FrontDoor
 from router.http.logprobs import TokenLogprob, logprobs_of, prompt_logprobs_of
 from router.http.output_text import OutputText
@@ -22,11 +24,12 @@ from router.http.validate import PreparedRequest
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one burst adds: text that may be shown, and the tokens that count by now and were not named before, when
-    the request asks for log-probabilities."""
+    """What one burst adds: text that may be shown, the tokens that count by now and were not handed out before, and
+    their log-probabilities when the request asks for them."""
 
     text: str
     logprobs: Sequence[TokenLogprob] = ()
+    token_ids: Sequence[int] = ()
 
 
 class Answer:
@@ -42,20 +45,27 @@ class Answer:
             request.include_stop,
             request.sampling.min_tokens,
         )
-        self._logprobs: list[TokenLogprob] = []  # of every token received
-        self._named = 0  # of these, handed out
+        self._token_ids: list[int] = []  # every token received
+        self._logprobs: list[TokenLogprob] = []  # of every token received, when the request asks for them
+        self._handed = 0  # tokens handed out
         self.prompt_logprobs: list[TokenLogprob] = []  # of every token of the prompt, when the request asks for them
-        self._tally = Tally()
+        self.tally = Tally()
         self._received = 0  # output tokens
         self._started_s = self._last_s = door.clock()
         self._ttft_s = 0.0
+        self._generation: Generation | None = None
+        self._aborted = asyncio.Event()
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None  # the stop string or stop token id; None for the model's own end
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """One piece a burst, empty where the burst completed nothing that may be shown. Raises OutriderError."""
         request, door = self._request, self._door
+        if self._aborted.is_set():
+            self.finish_reason = "abort"
+            return
         generation = door.generator.generate(door.new_session_id(), request.prompt, self._sampling, request.speculation)
+        self._generation = generation
         door.metrics.request_started(len(request.prompt))
         outcome = "abort"
         try:
@@ -64,7 +74,9 @@ class Answer:
                 if self.finish_reason is not None:
                     break
             else:
-                raise ProtocolError("the generation ended without a finish reason")
+                if not self._aborted.is_set():
+                    raise ProtocolError("the generation ended without a finish reason")
+                self.finish_reason = "abort"
             if self._text.stop is not None:
                 await generation.finish(len(request.prompt) + self._text.kept_tokens)
             outcome = self.finish_reason
@@ -76,6 +88,13 @@ class Answer:
             if outcome in ("abort", "error"):
                 await to_the_end(generation.abandon())
 
+    async def abort(self) -> None:
+        """End it here, from outside its reading: `pieces` ends with finish_reason "abort". What was handed out counts.
+        Harmless once it has ended."""
+        self._aborted.set()
+        if self._generation is not None:
+            await self._generation.abandon()
+
     @property
     def prompt_tokens(self) -> int:
         return len(self._request.prompt)
@@ -86,14 +105,14 @@ class Answer:
         return self._text.kept_tokens
 
     def draft_details(self) -> dict[str, int]:
-        return self._tally.details()
+        return self.tally.details()
 
     def report(self) -> dict[str, Any]:
         """The answer's own metrics, for requests that ask for them."""
         generation_s = self._last_s - self._started_s - self._ttft_s
         return {
-            "speculative_decoding": self._tally.report(),
-            "rounds": self._tally.rounds(),
+            "speculative_decoding": self.tally.report(),
+            "rounds": self.tally.rounds(),
             "time_to_first_token_ms": 1e3 * self._ttft_s,
             "generation_time_ms": 1e3 * generation_s,
             "mean_itl_ms": 1e3 * generation_s / max(1, self._received - 1),
@@ -112,8 +131,9 @@ class Answer:
             return opening
         before = self._text.kept_tokens
         text = self._show(burst)
-        self._tally.add(burst.stats, self._text.kept_tokens - before if self._text.stop else len(burst.token_ids))
-        return Piece(opening.text + text, [*opening.logprobs, *self._named_now(burst)])
+        self.tally.add(burst.stats, self._text.kept_tokens - before if self._text.stop else len(burst.token_ids))
+        token_ids, logprobs = self._hand_out(burst)
+        return Piece(opening.text + text, [*opening.logprobs, *logprobs], token_ids)
 
     def _opening(self, burst: Committed) -> Piece:
         """What comes before the first token: the prompt, if it is to be echoed."""
@@ -129,11 +149,15 @@ class Answer:
         named = zip(self.prompt_logprobs, offsets, strict=True)
         return Piece(request.echo, [replace(t, best=t.best[:best], offset=offset) for t, offset in named])
 
-    def _named_now(self, burst: Committed) -> Sequence[TokenLogprob]:
+    def _hand_out(self, burst: Committed) -> tuple[Sequence[int], Sequence[TokenLogprob]]:
+        """The tokens that count by now and were not handed out before, with what is known of them."""
+        self._token_ids += burst.token_ids.tolist()
         self._logprobs += logprobs_of(burst)
-        start, self._named = self._named, min(self._text.kept_tokens, len(self._logprobs))
+        now = slice(self._handed, self._text.kept_tokens)
+        self._handed = now.stop
         echoed = len(self._request.echo or "")
-        return [replace(self._logprobs[i], offset=echoed + self._text.character(i)) for i in range(start, self._named)]
+        named = enumerate(self._logprobs[now], now.start)
+        return self._token_ids[now], [replace(t, offset=echoed + self._text.character(i)) for i, t in named]
 
     def _show(self, burst: Committed) -> str:
         token_ids = burst.token_ids.tolist()

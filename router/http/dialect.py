@@ -4,7 +4,7 @@ Owns the order of steps and of chunks; completions.py and chat.py own the shapes
 """
 
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
@@ -15,16 +15,15 @@ from starlette.responses import Response
 from cluster.protocol.errors import OutriderError
 from router.http.answer import Answer, Piece, usage
 from router.http.body import read_json_object
-from router.http.choices import interleave
-from router.http.fields import parse_fields
 from router.http.front_door import FrontDoor
 from router.http.http_errors import CLIENT_GONE, describe, error_object, json_response
 from router.http.ignored import ignored_header
+from router.http.intake import Form, side_by_side, take_in
 from router.http.logprobs import TokenLogprob, prompt_logprobs
 from router.http.schema import GenerationFields
 from router.http.sse import DONE, ReaderGone, SseResponse, event, until_disconnect
 from router.http.text_codec import TextCodec
-from router.http.validate import PreparedRequest, check_model, prepare
+from router.http.validate import PreparedRequest
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +31,13 @@ F = TypeVar("F", bound=GenerationFields)
 Choice = dict[str, Any]
 
 
-class Dialect(Protocol[F]):
+class Dialect(Form[F], Protocol[F]):
     """What differs between the two endpoints."""
 
-    fields: type[F]
-    not_yet: Mapping[str, tuple[Any, ...]]
     id_prefix: str
     whole_object: str
     chunk_object: str
     prompt_logprobs_in_choices: bool  # else beside the choices
-
-    async def prompt(self, fields: F, door: FrontDoor) -> list[int]: ...
 
     def logprobs(self, tokens: Sequence[TokenLogprob], codec: TextCodec) -> dict[str, Any]: ...
 
@@ -63,11 +58,7 @@ async def serve(request: Request, door: FrontDoor, dialect: Dialect[F]) -> Respo
     """Raises OutriderError for everything that is wrong before the first byte of the answer."""
     door.load.check()
     body = await read_json_object(request, door.max_body_bytes, door.body_timeout_s)
-    fields, unknown = parse_fields(dialect.fields, body, dialect.not_yet, door.limits.strict)
-    check_model(fields.model, door.limits)
-    prompt = await dialect.prompt(fields, door)
-    prepared = prepare(fields, prompt, door.codec, door.limits, door.new_key())
-    door.load.check(prepared.choices)
+    prepared, unknown = await take_in(body, dialect, door)
     writer = _Writer(door, dialect, prepared)
     headers = ignored_header(unknown)
     if prepared.stream:
@@ -95,7 +86,7 @@ class _Writer:
 
     async def whole(self) -> dict[str, Any]:
         pieces: list[list[Piece]] = [[] for _ in self._answers]
-        async with aclosing(self._pieces()) as numbered:
+        async with aclosing(side_by_side(self._answers, self._door)) as numbered:
             async for index, piece in numbered:
                 pieces[index] += [] if piece is None else [piece]
         body = {
@@ -120,13 +111,6 @@ class _Writer:
             return {}
         return {"prompt_logprobs": prompt_logprobs(self._answers[index].prompt_logprobs, best, self._door.codec)}
 
-    async def _pieces(self) -> AsyncGenerator[tuple[int, Piece | None], None]:
-        """(choice, piece) of all answers as they come, (choice, None) when that one has ended."""
-        with self._door.load.entered(len(self._answers)):
-            async with aclosing(interleave([answer.pieces() for answer in self._answers])) as numbered:
-                async for index, piece in numbered:
-                    yield index, piece
-
     async def events(self) -> AsyncGenerator[bytes, None]:
         """All events of the stream. Raises only before the first one; a later error is an event like the others."""
         started = False
@@ -150,7 +134,7 @@ class _Writer:
     async def _chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         last: dict[str, Any] = {}
         opened: set[int] = set()
-        async with aclosing(self._pieces()) as numbered:
+        async with aclosing(side_by_side(self._answers, self._door)) as numbered:
             async for index, piece in numbered:
                 if last:
                     yield last  # of another choice

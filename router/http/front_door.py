@@ -1,16 +1,17 @@
-"""What the HTTP endpoints are given: one served model, what is behind it, and the limits of this process.
+"""What the HTTP and gRPC endpoints are given: one served model, what is behind it, and the limits of this process.
 
-Knows nothing of HTTP messages. The invariant: no more than `max_ongoing_requests` answers are in the making at once.
+Knows nothing of their messages. The invariant: no more than `max_ongoing_requests` answers are in the making at once.
 """
 
 import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from cluster.board import Registration
 from cluster.metrics import Metrics
 from cluster.protocol.errors import Overloaded
 from router.generation import Generator
@@ -25,12 +26,12 @@ class Load:
     """Counts answers in the making and refuses those above the cap."""
 
     def __init__(self, cap: int) -> None:
-        self._cap = cap
+        self.cap = cap
         self.running = 0
 
     def check(self, answers: int = 1) -> None:
         """Raises Overloaded when the cap does not allow so many more: ask before any work."""
-        if self.running + answers > self._cap:
+        if self.running + answers > self.cap:
             raise Overloaded(f"{self.running} requests are running, which is this server's limit; try again later")
 
     @contextmanager
@@ -55,6 +56,7 @@ class FrontDoor:
     metrics: Metrics
     load: Load = field(default_factory=lambda: Load(256))
     healthy: Callable[[], bool] = _always_healthy  # whether a request could be served now
+    members: Callable[[], Sequence[Registration]] = tuple  # routers, drafters and verifiers as last seen on the board
     replica_id: str = "ingress"
     max_body_bytes: int = 4 * 2**20
     body_timeout_s: float = 30.0

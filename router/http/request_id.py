@@ -17,8 +17,13 @@ logger = logging.getLogger(__name__)
 _TAME = re.compile(r"[\x21-\x7e]{1,128}")
 
 
+def is_tame(request_id: str) -> bool:
+    """1 to 128 printable ASCII characters, which neither a log nor a header minds."""
+    return _TAME.fullmatch(request_id) is not None
+
+
 class RequestIdMiddleware:
-    """Honours the client's x-request-id when it is 1 to 128 printable ASCII characters."""
+    """Honours the client's x-request-id when it is tame."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -28,7 +33,7 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send)
             return
         asked = Headers(scope=scope).get("x-request-id", "")
-        request_id = asked if _TAME.fullmatch(asked) else uuid4().hex
+        request_id = asked if is_tame(asked) else uuid4().hex
         started = False
 
         async def send_with_id(message: Message) -> None:

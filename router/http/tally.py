@@ -28,6 +28,11 @@ class Tally:
         self._by_accepted[accepted] += 1
         self._max_drafted = max(self._max_drafted, stats.drafted)
 
+    @property
+    def steps(self) -> int:
+        """Rounds with drafts."""
+        return self._by_accepted.total()
+
     def details(self) -> dict[str, int]:
         """OpenAI's names for draft tokens that did and did not become part of the answer."""
         return {
@@ -37,7 +42,7 @@ class Tally:
 
     def report(self) -> dict[str, Any]:
         """vLLM's per-request form. Depth varies: num_spec_tokens is the largest. Lengths count the target's token."""
-        steps = self._by_accepted.total()
+        steps = self.steps
         return {
             "mean_acceptance_length": 1 + self.accepted / steps if steps else 1.0,
             "draft_acceptance_rate": self.accepted / self.drafted if self.drafted else 0.0,
