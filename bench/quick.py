@@ -156,7 +156,7 @@ def http_worker() -> Callable[[dict[str, Any]], dict[str, Any]]:
     from cluster.demo import free_port
     from cluster.launch import application, ray_cluster
 
-    config = parse_config({"ingress": {"port": free_port()}})
+    config = parse_config({"ingress": {"port": free_port(), "grpc_port": None}})
     cluster = ray_cluster(config, None)
     cluster.__enter__()
     served = application(config, lambda line: print(line, file=sys.stderr))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from cluster.board import RENEW_EVERY_S, Board, Pool, Registration
-from cluster.config import Config, DrafterConfig, EngineConfig, RouterConfig, TargetConfig
+from cluster.config import Config, DrafterConfig, EngineConfig, IngressConfig, RouterConfig, TargetConfig
 from cluster.membership import Membership
 from cluster.metrics import Metrics
 from cluster.model_store import resolve
@@ -27,6 +27,8 @@ from cluster.protocol.transport import Transport
 if TYPE_CHECKING:
     from drafter_service.interface import Drafter
     from router.client import RouterClient
+    from router.grpc_door.server import GrpcDoor
+    from router.http.front_door import FrontDoor
     from router.http.text_codec import TextCodec
     from verifier_service.engine import Engine
     from verifier_service.runner import Runner
@@ -291,16 +293,19 @@ async def start_router(config: RouterConfig, drafter_names: Sequence[str], wirin
 
 @dataclass
 class IngressReplica:
-    """The front door with its ASGI application."""
+    """The front door: an ASGI application for Serve, and a gRPC server of its own."""
 
     app: Any
     client: "RouterClient"
     watch: "ClusterWatch"
+    grpc: "GrpcDoor | None" = None
 
     async def check_health(self) -> None:
         self.watch.check()
 
     async def close(self) -> None:
+        if self.grpc is not None:
+            await self.grpc.close()
         await self.watch.stop()
         await self.client.close()
 
@@ -329,8 +334,20 @@ async def start_ingress(config: Config, wiring: Wiring) -> IngressReplica:
         Load(config.ingress.max_ongoing_requests),
         healthy=lambda: watch.serving,
         replica_id=me,
+        members=lambda: watch.members,
     )
-    return IngressReplica(create_app(door), client, watch)
+    return IngressReplica(create_app(door), client, watch, await _open_grpc(door, config.ingress))
+
+
+async def _open_grpc(door: "FrontDoor", config: IngressConfig) -> "GrpcDoor | None":
+    from router.grpc_door.server import GrpcDoor
+
+    if config.grpc_port is None:
+        return None
+    # Replicas on one node share a port that was asked for; nobody else may.
+    opened = await GrpcDoor.open(door, config.host, config.grpc_port, shared=config.deployment_config.num_replicas > 1)
+    logger.info("%s serves gRPC at %s:%d", door.replica_id, config.host, opened.port)
+    return opened
 
 
 async def first_answer(client: "RouterClient", session_id: str) -> None:
@@ -351,6 +368,7 @@ class ClusterWatch:
         self._metrics = metrics
         self._task: asyncio.Task[None] | None = None
         self.serving = False
+        self.members: tuple[Registration, ...] = ()  # as of the last reading
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._keep_reading(), name="cluster watch")
@@ -389,6 +407,7 @@ class ClusterWatch:
             logger.warning("health is as of the last reading: %s", error)
             return
         self._metrics.set_cluster(members)
+        self.members = members
         self.serving = {"router", "verifier"} <= {member.pool for member in members}
 
 

@@ -38,19 +38,25 @@ def serve(
     address: Annotated[
         str | None, typer.Option(help="An existing Ray cluster (host:port or 'auto'); default: start a local Ray.")
     ] = None,
-    host: Annotated[str | None, typer.Option(help="HTTP address; default from the configuration.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address of HTTP and gRPC; default from the configuration.")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; default from the configuration.")] = None,
+    grpc_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="gRPC port, 0 for any free one; default from the configuration."),
+    ] = None,
 ) -> None:
     """Serve until Ctrl-C, then stop everything that was started."""
 
     from cluster.launch import application, ray_cluster
 
-    settings = _with_http(load_config(config), host, port)
+    settings = _with_ingress(load_config(config), host=host, port=port, grpc_port=grpc_port)
     _prepare_models(settings)
     stop = _stop_on_signals(threading.Event())
     with ray_cluster(settings, address), application(settings, _report) as url:
         model = settings.target.model_loading_config.model_id
         _report(f"ready: {url}/v1 serves {model!r}; drafters: {', '.join(d.name for d in settings.drafters) or 'none'}")
+        if settings.ingress.grpc_port:
+            _report(f"gRPC: {settings.ingress.host}:{settings.ingress.grpc_port} serves outrider.v1")
         _report(
             f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' -d "
             f'\'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\''
@@ -155,8 +161,8 @@ def _report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _with_http(settings: Config, host: str | None, port: int | None) -> Config:
-    update = {k: v for k, v in (("host", host), ("port", port)) if v is not None}
+def _with_ingress(settings: Config, **given: object) -> Config:
+    update = {name: value for name, value in given.items() if value is not None}
     return settings.model_copy(update={"ingress": settings.ingress.model_copy(update=update)})
 
 

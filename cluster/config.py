@@ -102,6 +102,7 @@ class RouterConfig(_Model):
 class IngressConfig(_Model):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    grpc_port: Annotated[int | None, Field(ge=0, le=65535)] = 9000  # 0 = any free port, null = no gRPC
     strict: bool = False  # refuse unknown request fields with 400
     max_ongoing_requests: Annotated[int, Field(ge=1)] = 256
     deployment_config: DeploymentConfig = DeploymentConfig()

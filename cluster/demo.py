@@ -39,7 +39,7 @@ class Answer:
 
 def run_demo(report: Callable[[str], None]) -> bool:
     """Whether both texts are the same. Raises Unavailable when the application does not start."""
-    config = parse_config({"ingress": {"port": free_port()}})
+    config = parse_config({"ingress": {"port": free_port(), "grpc_port": None}})
     resolve(config.target.model_loading_config.model_source)
     with ray_cluster(config, None), application(config, report) as url:
         report(f"ready: {url}\n")

@@ -67,7 +67,7 @@ def start_server(directory: Path, config: dict[str, object] = CONFIG) -> Server:
     path = directory / "outrider.yaml"
     path.write_text(yaml.safe_dump(config))
     port = free_port()
-    command = [sys.executable, "-m", "cluster.cli", "serve", str(path), "--port", str(port)]
+    command = [sys.executable, "-m", "cluster.cli", "serve", str(path), "--port", str(port), "--grpc-port", "0"]
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
     )

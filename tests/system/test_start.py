@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def test_what_cannot_be_placed_ends_the_start_and_names_the_selector(tmp_path: Path) -> None:
     path = tmp_path / "outrider.yaml"
     path.write_text(yaml.safe_dump({"target": {"placement": {"label_selector": {"outrider.dev/pool": "verifier"}}}}))
-    command = [sys.executable, "-m", "cluster.cli", "serve", str(path), "--port", str(free_port())]
+    command = [sys.executable, "-m", "cluster.cli", "serve", str(path), "--port", str(free_port()), "--grpc-port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1, done.stderr
     assert "could not be placed within 60 s" in done.stderr
@@ -39,7 +39,7 @@ def test_serve_run_serves_the_builder(tmp_path: Path) -> None:
         yaml.safe_dump(
             {
                 "http_options": {"host": "127.0.0.1", "port": port},
-                "applications": [{"name": "app", "route_prefix": "/", "import_path": "cluster.app:build", "args": {}}],
+                "applications": [{"name": "app", "route_prefix": "/", "import_path": "cluster.app:build", "args": {"ingress": {"grpc_port": 0}}}],
             }
         )
     )
