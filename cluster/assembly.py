@@ -336,7 +336,13 @@ async def start_ingress(config: Config, wiring: Wiring) -> IngressReplica:
         replica_id=me,
         members=lambda: watch.members,
     )
-    return IngressReplica(create_app(door), client, watch, await _open_grpc(door, config.ingress))
+    replica = IngressReplica(create_app(door), client, watch)
+    try:
+        replica.grpc = await _open_grpc(door, config.ingress)
+    except BaseException:
+        await replica.close()
+        raise
+    return replica
 
 
 async def _open_grpc(door: "FrontDoor", config: IngressConfig) -> "GrpcDoor | None":

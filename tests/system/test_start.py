@@ -39,7 +39,14 @@ def test_serve_run_serves_the_builder(tmp_path: Path) -> None:
         yaml.safe_dump(
             {
                 "http_options": {"host": "127.0.0.1", "port": port},
-                "applications": [{"name": "app", "route_prefix": "/", "import_path": "cluster.app:build", "args": {"ingress": {"grpc_port": 0}}}],
+                "applications": [
+                    {
+                        "name": "app",
+                        "route_prefix": "/",
+                        "import_path": "cluster.app:build",
+                        "args": {"ingress": {"grpc_port": 0}},
+                    }
+                ],
             }
         )
     )

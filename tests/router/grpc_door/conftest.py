@@ -1,10 +1,12 @@
 """The gRPC door in front of the same doors that the HTTP tests open, and a channel to it."""
 
+import string
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 
 import grpc
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.protocol import outrider_v1_pb2 as v1
 from cluster.protocol import outrider_v1_pb2_grpc as rpc
@@ -14,9 +16,18 @@ from tests.router.http.conftest import codec, generator, open_door, say
 
 __all__ = ["codec", "generator", "open_door", "say"]
 
+LETTERS = string.ascii_letters + string.digits + ".,"  # one token each, as many as the law of a DataPlane has
 LIMIT_S = 10.0  # for everything that must happen, so that a failure is no hang
 
 Calling = Callable[[FrontDoor], Awaitable[rpc.OutriderStub]]
+
+
+@pytest.fixture
+def letters_tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(LETTERS)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
 
 
 @pytest.fixture

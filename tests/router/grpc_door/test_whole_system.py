@@ -1,7 +1,6 @@
 """gRPC in front of routers, verifiers and drafters: HTTP's own answers, and nothing left behind by those who leave."""
 
 import asyncio
-import string
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from cluster.metrics import Metrics
 from cluster.protocol import outrider_v1_pb2 as v1
@@ -19,9 +18,8 @@ from router.http.app import create_app
 from router.http.front_door import FrontDoor
 from router.http.text_codec import TextCodec
 from router.http.validate import Limits
-from tests.router.grpc_door.conftest import LIMIT_S, Calling, Told, told
+from tests.router.grpc_door.conftest import LETTERS, LIMIT_S, Calling, Told, told
 
-LETTERS = string.ascii_letters + string.digits + ".,"  # one token each, as many as the law has
 SEEDED = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
 RULES: dict[str, Any] = {
     "repetition_penalty": 1.2,
@@ -36,11 +34,8 @@ RULES: dict[str, Any] = {
 
 
 @pytest.fixture
-def letters() -> TextCodec:
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(LETTERS)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return TextCodec(tokenizer, eos_ids=(LETTERS.index(","),))
+def letters(letters_tokenizer: Tokenizer) -> TextCodec:
+    return TextCodec(letters_tokenizer, eos_ids=(LETTERS.index(","),))
 
 
 async def front_door(
