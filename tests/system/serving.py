@@ -32,6 +32,7 @@ class Server:
 
     process: subprocess.Popen[str]
     url: str
+    grpc_port: int
     log: list[str] = field(default_factory=list)
 
     def replicas(self, pool: str, gauge: str = "sessions") -> dict[str, float]:
@@ -66,12 +67,22 @@ def free_port() -> int:
 def start_server(directory: Path, config: dict[str, object] = CONFIG) -> Server:
     path = directory / "outrider.yaml"
     path.write_text(yaml.safe_dump(config))
-    port = free_port()
-    command = [sys.executable, "-m", "cluster.cli", "serve", str(path), "--port", str(port), "--grpc-port", "0"]
+    port, grpc_port = free_port(), free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "cluster.cli",
+        "serve",
+        str(path),
+        "--port",
+        str(port),
+        "--grpc-port",
+        str(grpc_port),
+    ]
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
     )
-    server = Server(process, f"http://127.0.0.1:{port}")
+    server = Server(process, f"http://127.0.0.1:{port}", grpc_port)
 
     def read() -> None:
         assert process.stderr is not None

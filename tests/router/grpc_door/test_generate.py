@@ -133,6 +133,21 @@ async def test_every_sampling_field_reaches_the_target(
     assert (opened.speculation.enabled, opened.speculation.max_depth, opened.speculation.drafter) == (True, 3, "lookup")
 
 
+@pytest.mark.parametrize("best", [None, 0, 3])
+@pytest.mark.parametrize("prompt", [{"text": "a"}, {"chat": {"messages": [{"role": "user", "content": "a"}]}}])
+async def test_log_probabilities_are_asked_for_in_one_field_by_texts_and_chats(
+    open_door: OpenDoor,
+    calling: Calling,
+    say: Say,
+    generator: ScriptedGenerator,
+    prompt: dict[str, Any],
+    best: int | None,
+) -> None:
+    say("a", finish="length")
+    await told(await calling(open_door()), v1.GenerateRequest(sampling_params={"logprobs": best}, **prompt))
+    assert generator.opened[0].sampling.logprobs == best
+
+
 async def test_a_field_set_to_zero_is_not_a_missing_one(
     open_door: OpenDoor, calling: Calling, say: Say, generator: ScriptedGenerator
 ) -> None:
