@@ -24,7 +24,8 @@ class MarkovHead(Protocol):
     """`out` [vocab, rank] is W2. `code` maps the state, the tokens before [S] int64 and the slot's hidden rows [S, d]
     to the codes [S, rank] float32 and the state of the next slot; a block starts with the state None."""
 
-    out: Tensor
+    @property
+    def out(self) -> Tensor: ...
 
     def code(self, state: State, previous: Tensor, hidden: Tensor | None) -> tuple[Tensor, State]: ...
 

@@ -1,7 +1,7 @@
 """Attention over a paged KV cache for ragged multi-token queries: the contract, and its torch implementation.
 
 Knows pages and slots, not models or sessions' names. The output of a row depends only on the rows of its own session
-up to itself, whatever the unused slots of the pool hold.
+(up to itself, or up to the last one of its block), whatever the unused slots of the pool hold.
 """
 
 from dataclasses import dataclass
@@ -46,12 +46,31 @@ def plan_attention(
     queries_per_key: int,
     device: torch.device,
     dtype: torch.dtype,
+    *,
+    causal: bool = True,
+    window: int | None = None,
 ) -> AttentionPlan:
-    """Group the sessions of a batch. Shapes as in `ragged_batch.RaggedBatch`."""
+    """Group the sessions of a batch. Shapes as in `ragged_batch.RaggedBatch`.
+
+    Not causal: the rows of a session in this batch are a block whose rows see each other, later ones too. With a
+    window they see only that many rows before the first of them.
+    """
     sizes = np.diff(row_starts)
     assert bool(np.all(sizes <= context_lens)), "a session has more rows than context"
     groups = [
-        _plan_group(members, sizes, row_starts, context_lens, block_tables, page_size, queries_per_key, device, dtype)
+        _plan_group(
+            members,
+            sizes,
+            row_starts,
+            context_lens,
+            block_tables,
+            page_size,
+            queries_per_key,
+            device,
+            dtype,
+            causal,
+            window,
+        )
         for members in _group_members(sizes, context_lens)
     ]
     return AttentionPlan(torch.from_numpy(slots).to(device), tuple(groups), int(row_starts[-1]))
@@ -118,6 +137,8 @@ def _plan_group(
     queries_per_key: int,
     device: torch.device,
     dtype: torch.dtype,
+    causal: bool,
+    window: int | None,
 ) -> _Group:
     counts, contexts = sizes[members], context_lens[members]
     row = np.arange(counts.max())
@@ -129,8 +150,11 @@ def _plan_group(
     where = np.where(position < contexts[:, None], position, 0)  # [S, L]
     pages = np.take_along_axis(block_tables[members], where // page_size, axis=1)
     keys = (pages * page_size + where % page_size).reshape(-1)
-    last_seen = np.where(valid, (contexts - counts)[:, None] + row, 0)  # [S, R]
+    before = (contexts - counts)[:, None]
+    last_seen = np.where(valid, before + row if causal else contexts[:, None] - 1, 0)  # [S, R]
     visible = position <= last_seen[:, :, None]  # [S, R, L]
+    if window is not None:
+        visible &= position >= np.where(valid, before - window, 0)[:, :, None]
     return _Group(
         rows=torch.from_numpy(rows).to(device),
         valid=None if valid.all() else torch.from_numpy(valid).to(device),
