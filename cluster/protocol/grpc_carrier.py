@@ -204,9 +204,14 @@ class _StreamPipe:
 
 class _ConnectorPipe(_StreamPipe):
     def __init__(self, address: str, channel: grpc.aio.Channel, call: grpc.aio.StreamStreamCall) -> None:
-        super().__init__(address, call.read, call.write)
         self._channel = channel
         self._call = call
+        super().__init__(address, self._read_to_the_end, call.write)
+
+    async def _read_to_the_end(self) -> object:
+        """As `call.read`, which refuses what has already arrived as soon as a write has failed (grpcio 1.85)."""
+        frame = await self._call._read()
+        return frame if isinstance(frame, bytes) else await self._call.read()  # says why there is no more
 
     async def _part(self, grace_s: float) -> None:
         """Half-closes and waits for the listener's end of stream: cancelling at once would lose what is on its way."""
