@@ -98,4 +98,5 @@ class BlockProposer:
         if self._drafter.confidence is None:
             return top_probability(base)
         previous = torch.cat([anchors[:, None], sampled.token_ids[:, :-1]], dim=1)
-        return self._drafter.confidence.logits(hidden, previous).sigmoid()
+        confidence = self._drafter.confidence.logits(hidden, previous).sigmoid()
+        return confidence.nan_to_num(0.0)  # no confidence in a head that computes NaN

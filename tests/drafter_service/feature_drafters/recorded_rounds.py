@@ -49,10 +49,17 @@ class Golden:
     def runs(self) -> dict[str, Any]:
         return json.loads((GOLDEN / self.name / "reference.json").read_text())
 
-    def load(self, settings: Settings | None = None) -> LoadedDrafter:
+    def load(self, settings: Settings | None = None, num_pages: int = 64, dtype: str = "float32") -> LoadedDrafter:
         # The only fixture whose file leaves its layer ids open.
         known = Settings(aux_layer_ids="inputs") if self.name == "eagle3_d2t" else None
-        return load_drafter(self.draft_dir, GOLDEN / "target", num_pages=64, page_size=4, settings=settings or known)
+        return load_drafter(
+            self.draft_dir,
+            GOLDEN / "target",
+            num_pages=num_pages,
+            page_size=4,
+            dtype=dtype,
+            settings=settings or known,
+        )
 
 
 class Target:
@@ -122,9 +129,9 @@ def recording(loaded: LoadedDrafter) -> LoadedDrafter:
     return replace(loaded, model=(RecordingBlockModel if block else RecordingChainModel)(loaded))
 
 
-def drafter_of(loaded: LoadedDrafter, **options: Any) -> FeatureDrafter:
+def drafter_of(loaded: LoadedDrafter, prefill_rows: int = 512, **options: Any) -> FeatureDrafter:
     make: Callable[..., Any] = BlockProposer if isinstance(loaded.model, BlockModel) else ChainProposer
-    return FeatureDrafter(make(loaded, **options), loaded.projection.feature_id())
+    return FeatureDrafter(make(loaded, **options), loaded.projection.feature_id(), prefill_rows)
 
 
 @dataclass
