@@ -28,6 +28,8 @@ class FeatureDrafter:
     def __init__(self, proposer: Proposer, feature_id: str, prefill_rows: int = 512) -> None:
         self.feature_id = feature_id
         self.width = proposer.width
+        self.max_depth = proposer.max_depth
+        self.max_len = proposer.max_positions
         self._proposer = proposer
         self._prefill_rows = prefill_rows
         self._table = PageTable(proposer.num_pages, proposer.page_size)

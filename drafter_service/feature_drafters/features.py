@@ -47,6 +47,8 @@ class FeatureFed(Drafter, Protocol):
 
     feature_id: str
     width: int  # of a feature
+    max_depth: int
+    max_len: int  # longest sequence that it drafts for, in tokens
 
     def take(self, features: FeatureRows) -> None:
         """Keep the rows until a request asks for drafts after them. Raises ProtocolError for features of another kind;

@@ -4,7 +4,7 @@ tests/data/golden/README.md says what the arrays are. Tolerance 1e-4 in float32,
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from cluster.protocol.messages import DraftBlock, DraftRequest, Epoch, SamplingParams, as_tokens
 from drafter_service.feature_drafters.block_model import BlockModel, BlockOutput
-from drafter_service.feature_drafters.block_proposer import BlockProposer
 from drafter_service.feature_drafters.chain_model import ChainModel, ChainOutput
-from drafter_service.feature_drafters.chain_proposer import ChainProposer
 from drafter_service.feature_drafters.description import Settings
 from drafter_service.feature_drafters.drafter import FeatureDrafter
 from drafter_service.feature_drafters.features import FeatureRows
+from drafter_service.feature_drafters.from_checkpoint import proposer_of
 from drafter_service.feature_drafters.loading import LoadedDrafter, load_drafter
 from outrider_kernels.ragged_batch import RaggedBatch
 
@@ -129,9 +128,8 @@ def recording(loaded: LoadedDrafter) -> LoadedDrafter:
     return replace(loaded, model=(RecordingBlockModel if block else RecordingChainModel)(loaded))
 
 
-def drafter_of(loaded: LoadedDrafter, prefill_rows: int = 512, **options: Any) -> FeatureDrafter:
-    make: Callable[..., Any] = BlockProposer if isinstance(loaded.model, BlockModel) else ChainProposer
-    return FeatureDrafter(make(loaded, **options), loaded.projection.feature_id(), prefill_rows)
+def drafter_of(loaded: LoadedDrafter, prefill_rows: int = 512) -> FeatureDrafter:
+    return FeatureDrafter(proposer_of(loaded), loaded.projection.feature_id(), prefill_rows)
 
 
 @dataclass

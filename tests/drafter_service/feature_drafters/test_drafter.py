@@ -12,11 +12,14 @@ import torch
 from cluster.protocol.errors import ProtocolError
 from cluster.protocol.messages import DraftBlock, DraftRequest, Epoch, SamplingParams, Stale, as_tokens
 from drafter_service.containment import draft_contained, draft_probe
+from drafter_service.feature_drafters.drafter import FeatureDrafter
 from drafter_service.feature_drafters.features import FeatureGap, FeatureRows
+from drafter_service.feature_drafters.from_checkpoint import open_feature_drafter, proposer_of
 from drafter_service.feature_drafters.loading import LoadedDrafter
 from outrider_kernels.accept import SamplingRows, choose_tokens
 from tests.drafter_service.feature_drafters.recorded_rounds import (
     EPOCH,
+    GOLDEN,
     Golden,
     RecordingBlockModel,
     RecordingChainModel,
@@ -406,3 +409,19 @@ def test_a_bfloat16_drafter_runs(family: Golden, target: Target) -> None:
     session = opened(family.load(dtype="bfloat16"), target, 9)
     session.loaded = family.load()  # a feature is the same float32 row, whatever the drafter computes in
     assert len(session.draft(4).token_ids) == 4
+
+
+def test_opening_a_checkpoint_gives_its_kind_of_drafter_and_what_a_greeting_says_of_it(target: Target) -> None:
+    opened_now = open_feature_drafter(Golden("dspark_rnn").draft_dir, GOLDEN / "target", num_pages=8)
+    assert (opened_now.max_depth, opened_now.max_len, opened_now.width) == (5, 512, 64)
+    assert opened_now.feature_id == Golden("dspark_rnn").load().projection.feature_id()
+    assert (opened_now.sessions, opened_now.gaps()) == (0, [])
+
+
+def test_point_drafts_ship_no_law_and_are_the_most_likely_tokens(family: Golden, target: Target) -> None:
+    loaded = family.load()
+    drafter = FeatureDrafter(proposer_of(loaded, point_drafts=True), loaded.projection.feature_id())
+    session = Session(drafter, loaded, target, TEXT[:12], SamplingParams(64, temperature=1.5, key=3, rule="ratio"))
+    block = session.draft(4)
+    assert (block.law, block.support) == ("point", None)
+    assert block.token_ids.tolist() == at_once(loaded, target, 12).token_ids.tolist()
