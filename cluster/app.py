@@ -9,6 +9,7 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
+from ray.util import get_node_ip_address
 
 from cluster.assembly import (
     IngressReplica,
@@ -21,16 +22,23 @@ from cluster.assembly import (
 )
 from cluster.config import Config, DeploymentConfig, DrafterConfig, PlacementConfig, TargetConfig, parse_config
 from cluster.placement import OPENMP
+from cluster.protocol.errors import InvalidRequest
 from cluster.protocol.grpc_carrier import GrpcTransport
 from cluster.rank_actors import RankActors, end_replica, rank_options
 from cluster.ray_board import RayBoard
 
 APPLICATION = "outrider"
+MIN_SECRET_BYTES = 16
 
 
 def _wiring(config: Config, secret: bytes) -> Wiring:
     application = serve.get_replica_context().app_name
-    return Wiring(GrpcTransport(config.transport.host, secret), RayBoard(application))
+    return Wiring(GrpcTransport(_data_plane_host(config), secret), RayBoard(application))
+
+
+def _data_plane_host(config: Config) -> str:
+    """Where this process listens for the other replicas."""
+    return str(get_node_ip_address()) if config.transport.host == "node" else config.transport.host
 
 
 # Serve awaits an async __init__; mypy does not know that.
@@ -97,7 +105,7 @@ def build_application(config: Config) -> Application:
     for drafter in config.drafters:
         placed = _place(Drafter, drafter.deployment_config, drafter.placement, drafter.threads)
         others.append(placed.options(name=f"Drafter-{drafter.name}").bind(config, secret, drafter))
-    ingress = _place(Ingress, config.ingress.deployment_config, PlacementConfig(), 1)
+    ingress = _place(Ingress, config.ingress.deployment_config, config.ingress.placement, 1)
     # Serve's own limit is the outer safety net; the router refuses first, with a proper error body.
     ingress = ingress.options(max_ongoing_requests=config.ingress.max_ongoing_requests)
     return ingress.bind(config, secret, *others)
@@ -128,6 +136,14 @@ def _place(deployment: Any, options: DeploymentConfig, placement: PlacementConfi
 
 def _secret(config: Config) -> bytes:
     """The data plane's shared secret: from a file where hosts must agree, else random for this start."""
-    if config.transport.secret_file is None:
+    path = config.transport.secret_file
+    if path is None:
         return secrets.token_bytes(32)
-    return config.transport.secret_file.read_bytes().strip()
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise InvalidRequest(f"transport.secret_file: {error}", "transport.secret_file") from error
+    if len(secret) < MIN_SECRET_BYTES:
+        told = f"{path} holds {len(secret)} bytes, expected at least {MIN_SECRET_BYTES}"
+        raise InvalidRequest(f"transport.secret_file: {told}", "transport.secret_file")
+    return secret

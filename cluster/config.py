@@ -106,10 +106,12 @@ class IngressConfig(_Model):
     strict: bool = False  # refuse unknown request fields with 400
     max_ongoing_requests: Annotated[int, Field(ge=1)] = 256
     deployment_config: DeploymentConfig = DeploymentConfig()
+    placement: PlacementConfig = PlacementConfig()
 
 
 class TransportConfig(_Model):
-    host: str = "127.0.0.1"  # address that data-plane servers bind and publish
+    # The address that data-plane servers bind and publish; "node": each the one by which Ray knows its node.
+    host: str = "127.0.0.1"
     secret_file: Path | None = None  # shared data-plane secret; default: random per start
 
 

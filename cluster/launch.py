@@ -132,6 +132,7 @@ def _explain_pending(config: Config, messages: list[str]) -> str:
     nodes = [node.get("Labels", {}) for node in ray.nodes() if node["Alive"]]
     labels = sorted({f"{k}={v}" for node in nodes for k, v in node.items() if not k.startswith("ray.io/")})
     pools = {"verifier": config.target.placement, "router": config.router.placement}
+    pools["ingress"] = config.ingress.placement
     pools |= {f"drafter {drafter.name}": drafter.placement for drafter in config.drafters}
     selectors = [f"{name}: {p.label_selector}" for name, p in pools.items() if p.label_selector]
     lines = [f"replicas could not be placed within {PENDING_LIMIT_S:.0f} s:", *messages]
