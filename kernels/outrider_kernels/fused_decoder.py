@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
+from outrider_kernels.feature_pages import LayerOutputs
 from outrider_kernels.paged_attention import AttentionPlan, paged_attention, write_kv
 from outrider_kernels.prepacked_linear import PrepackedLinear, can_prepack
 from outrider_kernels.tensor_parallel import RowParallelLinear
@@ -70,12 +71,16 @@ class FusedDecoder:
         key_pages: Tensor,  # [layers, pages, page_size, Hkv, D]
         value_pages: Tensor,
         logit_rows: Tensor,  # [n] int64
+        outputs: LayerOutputs | None = None,
     ) -> Tensor:
         """[n, vocab] in the model's number format."""
         hidden = self._embed(token_ids, self._embeddings)
         cos, sin = self._rotary(hidden, position_ids=positions[None])  # [1, rows, D] each
         rotation = _Rotation(cos[0], sin[0])
-        for layer, keys, values in zip(self._layers, key_pages.unbind(), value_pages.unbind(), strict=True):
+        pages = zip(key_pages.unbind(), value_pages.unbind(), strict=True)
+        for layer_id, (layer, (keys, values)) in enumerate(zip(self._layers, pages, strict=True)):
+            if outputs is not None:
+                outputs.offer(layer_id - 1, hidden)
             hidden = layer.run(hidden, rotation, plan, keys, values)
         return self._head(self._norm(hidden[logit_rows]))
 

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from outrider_kernels.feature_pages import FeaturePages, LayerOutputs
+from outrider_kernels.feature_projection import FeatureProjection
 from outrider_kernels.fused_decoder import FusedDecoder, can_fuse
 from outrider_kernels.paged_attention import AttentionPlan, paged_attention, plan_attention, write_kv
 from outrider_kernels.prepacked_linear import prepack_linears
@@ -56,7 +59,7 @@ class PagedLM:
 
     Raises UnsupportedModel for models whose attention is not plain causal attention behind transformers' interface.
     With a `group` this is one rank's share of the model: every rank runs the same batches, and each has the logits of
-    its own part of the vocabulary.
+    its own part of the vocabulary. `projections` say which features of each row are kept beside its keys and values.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class PagedLM:
         max_len: int | None = None,
         prepack: bool = True,
         group: RankGroup | None = None,
+        projections: Sequence[FeatureProjection] = (),
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
@@ -85,6 +89,12 @@ class PagedLM:
         self._queries_per_key = query_heads // kv_heads
         shape = (config.num_hidden_layers, num_pages, page_size, kv_heads, head_dim_of(config))
         self._key_pages, self._value_pages = (_zeros(shape, _DTYPES[dtype], self._device) for _ in range(2))
+        self.features: FeaturePages | None = None
+        if projections:
+            depth, width = config.num_hidden_layers, config.hidden_size
+            self.features = FeaturePages(projections, num_pages * page_size, depth, width)
+            if isinstance(self._decoder, _ModuleDecoder):
+                self._decoder.watch()
         if group is not None:
             self.numerics += f"/tp{group.size}"
             group.wait_for_all()  # reading and packing weights takes the ranks unlike times
@@ -106,7 +116,10 @@ class PagedLM:
         token_ids, positions, logit_rows = (
             torch.from_numpy(array).to(self._device) for array in (batch.token_ids, batch.positions, batch.logit_rows)
         )
-        logits = self._decoder.run(token_ids, positions, plan, self._key_pages, self._value_pages, logit_rows)
+        outputs = None if self.features is None else self.features.capture()
+        logits = self._decoder.run(token_ids, positions, plan, self._key_pages, self._value_pages, logit_rows, outputs)
+        if self.features is not None and outputs is not None:
+            self.features.store(outputs, torch.from_numpy(batch.slots).to(self._device))
         return logits.float()
 
     def _try_one_row(self, kind: str) -> None:
@@ -124,6 +137,12 @@ class _ModuleDecoder:
     def __init__(self, model: Any, prepack: bool) -> None:
         self.path = "prepacked" if prepack and prepack_linears(model) else "stock"
         self._model = model
+        self._outputs: LayerOutputs | None = None  # of the running pass
+
+    def watch(self) -> None:
+        """From here on passes can be asked for the layers' outputs."""
+        for layer_id, layer in enumerate(getattr(getattr(self._model, "model", None), "layers", ())):
+            layer.register_forward_pre_hook(partial(self._offer_input, layer_id), with_kwargs=True)
 
     def run(
         self,
@@ -133,7 +152,9 @@ class _ModuleDecoder:
         key_pages: Tensor,
         value_pages: Tensor,
         logit_rows: Tensor,
+        outputs: LayerOutputs | None = None,
     ) -> Tensor:
+        self._outputs = outputs
         output = self._model(
             input_ids=token_ids[None],
             position_ids=positions[None],
@@ -141,8 +162,15 @@ class _ModuleDecoder:
             logits_to_keep=logit_rows,
             outrider_pass=(plan, key_pages, value_pages),
         )
+        self._outputs = None
         logits: Tensor = output.logits[0]
         return logits
+
+    def _offer_input(self, layer_id: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What enters a layer is what left the one before."""
+        if self._outputs is not None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            self._outputs.offer(layer_id - 1, hidden[0])
 
 
 def _attend(
