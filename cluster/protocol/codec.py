@@ -44,6 +44,8 @@ _TAGS: dict[int, type[Message]] = {
     9: m.Stale,
     10: m.Refused,
     11: m.LoadReport,
+    12: m.FeatureRequest,
+    13: m.FeatureRows,
 }
 
 
@@ -218,6 +220,11 @@ def _check_prompt(opening: m.Generate | m.OpenSession) -> None:
         raise ProtocolError(f"expected prompt_len in 1..{len(opening.tokens)}, got {opening.prompt_len}")
 
 
+def _check_feature_rows(features: m.FeatureRows) -> None:
+    if features.width < 1 or len(features.values) % features.width:
+        raise ProtocolError(f"{len(features.values)} values do not make rows of {features.width}")
+
+
 def _check_load_report(report: m.LoadReport) -> None:
     if report.utilisation > 1:
         raise ProtocolError(f"expected utilisation in [0, 1], got {report.utilisation}")
@@ -231,6 +238,7 @@ _CHECKS: dict[type[Message], Callable[[Any], None]] = {
     m.DraftRequest: _check_draft_request,
     m.Generate: _check_prompt,
     m.OpenSession: _check_prompt,
+    m.FeatureRows: _check_feature_rows,
     m.LoadReport: _check_load_report,
 }
 

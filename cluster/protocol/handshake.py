@@ -25,7 +25,10 @@ def check_compatible(mine: Hello, theirs: Hello) -> None:
             f"protocol versions differ: {_who(mine)} speaks {mine.protocol_version}, "
             f"{_who(theirs)} speaks {theirs.protocol_version}"
         )
-    if {mine.role, theirs.role} not in _MAY_TALK:
+    by_role = {mine.role: mine, theirs.role: theirs}
+    if set(by_role) == {"drafter", "verifier"} and by_role["drafter"].feature_ids:
+        same_features(by_role["drafter"], by_role["verifier"])
+    elif {mine.role, theirs.role} not in _MAY_TALK:
         raise HandshakeRefused(f"a {mine.role} and a {theirs.role} have no link: {_who(mine)}, {_who(theirs)}")
 
 
@@ -40,6 +43,15 @@ def same_vocabulary(drafter: Hello, verifier: Hello) -> None:
         raise HandshakeRefused(
             f"vocabularies differ: {_who(drafter)} has {drafter.vocab_size} tokens, hash {drafter.vocab_hash!r}; "
             f"{_who(verifier)} has {verifier.vocab_size} tokens, hash {verifier.vocab_hash!r}"
+        )
+
+
+def same_features(drafter: Hello, verifier: Hello) -> None:
+    """Raises HandshakeRefused unless the verifier keeps every kind of features that the drafter reads."""
+    if not set(drafter.feature_ids) <= set(verifier.feature_ids):
+        raise HandshakeRefused(
+            f"features differ: {_who(drafter)} reads {list(drafter.feature_ids)}, "
+            f"{_who(verifier)} keeps {list(verifier.feature_ids)}"
         )
 
 

@@ -15,7 +15,7 @@ import msgspec
 from cluster.protocol import codec
 from cluster.protocol.errors import HandshakeRefused, LinkClosed, ProtocolError
 from cluster.protocol.handshake import NONCE_BYTES, check_compatible, check_proof, prove
-from cluster.protocol.messages import Committed, DraftBlock, Hello, Message, Refused, Stale, VerifyResult
+from cluster.protocol.messages import Committed, DraftBlock, FeatureRows, Hello, Message, Refused, Stale, VerifyResult
 from cluster.protocol.pipe import CLOSE_GRACE_S, Pipe
 from cluster.protocol.transport import OnLink
 
@@ -25,7 +25,7 @@ HANDSHAKE_TIMEOUT_S = 5.0
 HANDLER_GRACE_S = 1.0
 _MAX_HANDSHAKE_BYTES = 16_384
 WrapPipe: TypeAlias = Callable[[Pipe, Hello], Pipe]
-_ANSWERS = (Committed, DraftBlock, VerifyResult, Stale, Refused)
+_ANSWERS = (Committed, DraftBlock, VerifyResult, FeatureRows, Stale, Refused)
 
 
 class FramedLink:

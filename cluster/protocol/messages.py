@@ -14,12 +14,13 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 Tokens: TypeAlias = NDArray[np.int32]  # [n] token ids
 Confidence: TypeAlias = NDArray[np.float32]  # [n] in [0, 1]
 Counts: TypeAlias = NDArray[np.uint16]  # [n] count - 1
 Logs: TypeAlias = NDArray[np.float32]  # [n] natural logarithms
+Features: TypeAlias = NDArray[np.float32]  # [rows * width], row after row
 
 Rule: TypeAlias = Literal["coupled", "ratio"]
 Law: TypeAlias = Literal["point", "sparse"]
@@ -113,6 +114,7 @@ class Hello:
     max_len: int = 0  # longest sequence it can hold, in tokens
     max_depth: int = 0  # longest block it drafts or verifies
     numerics: str = ""  # fingerprint of everything that can change a logit
+    feature_ids: tuple[str, ...] = ()  # kinds of features that a verifier keeps, or that a drafter reads
 
 
 # --- ingress <-> router ------------------------------------------------------------------------------------------
@@ -165,7 +167,8 @@ class DraftRequest:
     """Router to drafter: extend the session to base_len with new_tokens and draft `depth` tokens from there.
 
     new_tokens are the committed tokens base_len-len(new_tokens) .. base_len-1. A drafter whose session is shorter than
-    their start answers Stale with what it has; one that has more rolls back.
+    their start answers Stale with what it has; one that has more rolls back. `verifier` is the address at which a
+    drafter that reads features gets this session's.
     """
 
     session_id: str
@@ -176,6 +179,7 @@ class DraftRequest:
     new_tokens: Tokens
     depth: int
     sampling: SamplingParams
+    verifier: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +267,42 @@ class VerifyResult:
     prompt_logprobs: TokenLogprobs | None = None
 
 
+# --- drafter <-> verifier ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureRequest:
+    """Drafter to verifier: send the features of this session's committed rows from `start` on, those that are there and
+    each further one when it is committed, to the link that this comes on. Asked again, it sends again from `start`."""
+
+    session_id: str
+    epoch: Epoch
+    feature_id: str
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureRows:
+    """Verifier to drafter: the features of committed rows start .. start+n-1, in order and each once.
+
+    Rows before `first` will never come: nothing was kept of them. No rows at all: those from `start` on are kept, and
+    come only when they are asked for again.
+    """
+
+    session_id: str
+    epoch: Epoch
+    feature_id: str
+    start: int
+    width: int
+    values: Features  # [n * width]
+    first: int = 0
+
+    @property
+    def rows(self) -> NDArray[np.float32]:
+        """[n, width]"""
+        return self.values.reshape(-1, self.width)
+
+
 # --- any to any --------------------------------------------------------------------------------------------------
 
 
@@ -318,6 +358,8 @@ Message: TypeAlias = (
     | OpenSession
     | VerifyRequest
     | VerifyResult
+    | FeatureRequest
+    | FeatureRows
     | Close
     | Stale
     | Refused

@@ -118,7 +118,14 @@ def draft_requests(draw: st.DrawFn) -> m.DraftRequest:
     new = draw(tokens)
     base_len = draw(st.integers(len(new), 2**31 - 1))
     ends = draw(lengths), draw(samplings)
-    return m.DraftRequest(draw(names), draw(epochs), draw(wide), base_len, draw(lengths), new, *ends)
+    return m.DraftRequest(draw(names), draw(epochs), draw(wide), base_len, draw(lengths), new, *ends, draw(texts))
+
+
+@st.composite
+def feature_rows(draw: st.DrawFn) -> m.FeatureRows:
+    rows, width = draw(st.integers(0, 3)), draw(st.integers(1, 4))
+    head = draw(names), draw(epochs), draw(texts), draw(lengths)
+    return m.FeatureRows(*head, width, draw(logs(rows * width)), draw(lengths))
 
 
 any_message: st.SearchStrategy[Message] = st.one_of(
@@ -133,6 +140,8 @@ any_message: st.SearchStrategy[Message] = st.one_of(
         names, epochs, wide, lengths, lengths, st.integers(-1, 2**31 - 1), finish, texts, durations, lengths,
         logprobs(), logprobs(),
     ),
+    st.builds(m.FeatureRequest, names, epochs, texts, lengths),
+    feature_rows(),
     st.builds(m.Close, names, epochs, st.integers(-1, 2**31 - 1)),
     st.builds(m.Stale, names, wide, epochs, lengths),
     st.builds(
@@ -250,6 +259,9 @@ BAD: list[tuple[Any, str]] = [
     (m.OpenSession("s", Epoch(1, 2), as_tokens([1]), 1, replace(SAMPLING, max_tokens=-1)), ">= 0"),
     (m.OpenSession("s", Epoch(1, 2), as_tokens([1]), 1, replace(SAMPLING, rule="lucky")), "lucky"),  # type: ignore[arg-type]
     (m.DraftRequest("s", Epoch(1, 2), 3, 2, 1, as_tokens(range(3)), 4, SAMPLING), "3 new tokens"),
+    (m.FeatureRows("s", Epoch(1, 2), "f", 3, 2, np.zeros(5, np.float32)), "5 values do not make rows of 2"),
+    (m.FeatureRows("s", Epoch(1, 2), "f", 3, 0, np.zeros(0, np.float32)), "0 values do not make rows of 0"),
+    (m.FeatureRequest("s", Epoch(1, 2), "f", -1), ">= 0"),
     (replace(request(1), base_len=-1), ">= 0"),
     (replace(request(1), base_len=2**31), "<= 2147483647"),
     (replace(request(1), base_len=2**63), "int"),

@@ -44,6 +44,21 @@ def test_no_other_two_roles_have_a_link(one: Hello, other: Hello) -> None:
         check_compatible(one, other)
 
 
+@pytest.mark.parametrize("kept", [("f1",), ("f0", "f1")])
+def test_a_drafter_talks_to_a_verifier_that_keeps_its_features(kept: tuple[str, ...]) -> None:
+    drafter, verifier = replace(DRAFTER, feature_ids=("f1",)), replace(VERIFIER, feature_ids=kept)
+    check_compatible(drafter, verifier)
+    check_compatible(verifier, drafter)
+
+
+@pytest.mark.parametrize("kept", [(), ("f0", "f2")])
+def test_features_that_a_verifier_does_not_keep_are_refused_with_both_sides_kinds(kept: tuple[str, ...]) -> None:
+    drafter, verifier = replace(DRAFTER, feature_ids=("f1",)), replace(VERIFIER, feature_ids=kept)
+    told = rf"'drafter-0' reads \['f1'\].*'verifier-0' keeps \[{', '.join(map(repr, kept))}\]"
+    with pytest.raises(HandshakeRefused, match=told):
+        check_compatible(verifier, drafter)
+
+
 def test_different_protocol_versions_are_refused_with_both() -> None:
     other = PROTOCOL_VERSION + 1
     told = rf"'router-0' speaks {PROTOCOL_VERSION}.*'verifier-0' speaks {other}"
