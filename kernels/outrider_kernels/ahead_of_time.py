@@ -21,6 +21,7 @@ from outrider_kernels import (
     block_sampler_triton,
     gumbel_race_triton,
     philox_triton,
+    sparse_draft_triton,
     target_distribution_triton,
 )
 
@@ -58,6 +59,8 @@ KERNELS = (
     Kernel(
         accept_sparse_triton.accept_sparse_kernel, "*fp32 " + 12 * _PTR + "i32 i32", {"BY_BLOCK": False, "SUPPORT": 64}
     ),
+    Kernel(sparse_draft_triton.quantise_kernel, "*fp32 *i64 i32", {"SUPPORT": 64}),
+    Kernel(sparse_draft_triton.draw_kernel, "*i64 *i64 *i64 *i64 i32", {"SUPPORT": 64}),
     Kernel(
         block_sampler_triton.slot_kernel,
         "*fp32 *fp32 *fp32 *fp32 *i64 *i64 *i64 *fp32 *i64 i32 i32 i32 i32 i32 fp32",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider_kernels import accept_sparse, gumbel_race, sample_rows, target_distribution
+from outrider_kernels import accept_sparse, gumbel_race, sample_rows, sparse_draft, target_distribution
 from outrider_kernels.gumbel_race import Stream
 
 
@@ -21,6 +21,7 @@ class Kernels(NamedTuple):
     race_rows: Callable[..., Tensor]
     sample_rows: Callable[..., Tensor]
     accept_sparse: Callable[..., tuple[Tensor, Tensor]]
+    draft_sparse: Callable[..., tuple[Tensor, sparse_draft.SparseRows]]
 
 
 _TORCH = Kernels(
@@ -28,6 +29,7 @@ _TORCH = Kernels(
     gumbel_race.race_rows,
     sample_rows.sample_rows,
     accept_sparse.accept_sparse,
+    sparse_draft.draft_sparse,
 )
 
 
@@ -37,7 +39,12 @@ def kernels_for(device: torch.device) -> Kernels:
 
 @lru_cache(maxsize=1)
 def _triton() -> Kernels:
-    from outrider_kernels import accept_sparse_triton, gumbel_race_triton, target_distribution_triton
+    from outrider_kernels import (
+        accept_sparse_triton,
+        gumbel_race_triton,
+        sparse_draft_triton,
+        target_distribution_triton,
+    )
 
     def sample(
         logits: Tensor,
@@ -58,4 +65,5 @@ def _triton() -> Kernels:
         gumbel_race_triton.race_rows,
         sample,
         accept_sparse_triton.accept_sparse,
+        sparse_draft_triton.draft_sparse,
     )

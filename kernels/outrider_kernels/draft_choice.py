@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from outrider_kernels.accept import SamplingRows, choose_tokens, filtered_law
-from outrider_kernels.sparse_draft import SUPPORT_SIZE, SparseRows, draft_sparse
+from outrider_kernels.by_device import kernels_for
+from outrider_kernels.sparse_draft import SUPPORT_SIZE, SparseRows
 from outrider_kernels.target_distribution import GREEDY_TEMPERATURE
 
 
@@ -34,6 +35,7 @@ def choose_drafts(
         tokens[others] = choose_tokens(logits[others], sampling.take(others), sampling.base_len[others] + index)
     rows = sampling.take(places)
     at = torch.full_like(rows.base_len, index)
+    draft_sparse = kernels_for(logits.device).draft_sparse
     chosen, kept = draft_sparse(filtered_law(logits[places], rows), rows.base_len, at, rows.key, rows.choice, size)
     tokens[places], law.ids[places], law.counts[places] = chosen, kept.ids, kept.counts
     return tokens, law

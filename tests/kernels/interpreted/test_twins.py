@@ -20,6 +20,8 @@ from outrider_kernels import (
     gumbel_race_triton,
     philox,
     philox_triton,
+    sparse_draft,
+    sparse_draft_triton,
     target_distribution,
     target_distribution_triton,
 )
@@ -261,6 +263,59 @@ def test_a_rejection_that_leaves_nothing_is_replaced_by_a_token_of_the_target():
     rejected = ours[0] == 0
     assert 5 < int(rejected.sum()) < 35
     assert set(ours[1][rejected].tolist()) == {2, 5}
+
+
+# --- sparse draft distributions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("vocab", "size"), [(1, 64), (2, 1), (5, 64), (100, 3), (3000, 64), (3000, 17), (400, 128)])
+def test_draft_distributions_are_rounded_to_the_same_counts(rng, vocab, size):
+    log_draft = torch.randn(9, vocab, generator=rng) * torch.tensor([0.01, 0.3, 1, 2, 3, 5, 9, 30, 1])[:, None]
+    if vocab > 2:
+        log_draft[0, 1] = log_draft[1, 0] = -torch.inf
+    ours, theirs = sparse_draft_triton.quantise(log_draft, size), sparse_draft.quantise(log_draft, size)
+    assert torch.equal(ours.ids, theirs.ids)
+    assert torch.equal(ours.counts, theirs.counts)
+
+
+def test_equal_remainders_are_rounded_up_from_the_front():
+    for log_draft in (torch.zeros(1, 3), torch.zeros(2, 50), torch.tensor([[30000.6, 20000.3, 15535.1]]).log()):
+        ours, theirs = sparse_draft_triton.quantise(log_draft), sparse_draft.quantise(log_draft)
+        assert torch.equal(ours.counts, theirs.counts)
+        assert (ours.counts.sum(dim=-1) == sparse_draft.SCALE).all()
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_without_a_distribution_is_a_point_mass_in_both(rng, broken):
+    log_draft = torch.randn(3, 30, generator=rng)
+    log_draft[1] = broken
+    log_draft[2, 4] = broken
+    ours, theirs = sparse_draft_triton.quantise(log_draft, 8), sparse_draft.quantise(log_draft, 8)
+    assert ours.counts[1].tolist() == [sparse_draft.SCALE] + [0] * 7
+    assert torch.equal(ours.counts, theirs.counts)
+    assert torch.equal(ours.ids[[0, 2]], theirs.ids[[0, 2]])
+
+
+def test_every_word_falls_on_the_same_token(rng):
+    rows = sparse_draft.quantise(torch.randn(1, 40, generator=rng), 24)
+    edges = rows.counts[0].cumsum(0)
+    at = torch.cat([edges[:-1], edges - 1, torch.tensor([0])])
+    everyone = sparse_draft.SparseRows(rows.ids.expand(len(at), -1), rows.counts.expand(len(at), -1))
+    for low in (0, 0xFFFF):
+        ours = sparse_draft_triton.draw(everyone, at << 16 | low)
+        assert torch.equal(ours, sparse_draft.draw(everyone, at << 16 | low))
+    assert set(ours.tolist()) == set(rows.ids[rows.counts > 0].tolist())
+
+
+@pytest.mark.parametrize("rows", [0, 1, 50])
+def test_drafts_are_drawn_the_same(rng, rows):
+    log_draft = torch.randn(rows, 300, generator=rng) * 2
+    key, base_len, choice = keyed(rng, rows)
+    ours = sparse_draft_triton.draft_sparse(log_draft, base_len, torch.arange(rows), key, choice, 16)
+    theirs = draft_sparse(log_draft, base_len, torch.arange(rows), key, choice, 16)
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1].counts, theirs[1].counts)
+    assert rows < 50 or len(ours[0].unique()) > 20
 
 
 # --- the block sampler ---------------------------------------------------------------------------------------------
