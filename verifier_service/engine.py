@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from cluster.protocol.messages import (
     Close,
@@ -120,6 +121,15 @@ class Engine:
     def holds(self, session_id: str) -> bool:
         """Whether the session has pages or waits for them."""
         return self._admission.find(session_id) is not None
+
+    def committed_rows(self, session_id: str) -> tuple[Epoch, int] | None:
+        """The session's epoch, and how many rows the cache holds; None when it has no pages. Call between passes."""
+        session = self._admission.held.get(session_id)
+        return None if session is None else (session.epoch, self._table.length(session_id))
+
+    def slots(self, session_id: str, start: int, stop: int) -> NDArray[np.int64]:
+        """Where rows start..stop-1 of a session with pages lie."""
+        return self._table.slots(session_id, start, stop)
 
     def drop(self, session_id: str) -> None:
         """Free whatever there is of the session."""

@@ -15,8 +15,18 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from cluster.protocol.errors import Unavailable
-from cluster.protocol.messages import Close, LoadReport, Message, OpenSession, Refused, Stale, VerifyRequest
+from cluster.protocol.messages import (
+    Close,
+    FeatureRequest,
+    LoadReport,
+    Message,
+    OpenSession,
+    Refused,
+    Stale,
+    VerifyRequest,
+)
 from verifier_service.engine import Engine
+from verifier_service.feature_feed import FeatureFeed
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +87,9 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._links: set[LinkId] = set()
         self._owner: dict[str, LinkId] = {}  # of each session that is held or waits
+        self.feed: FeatureFeed | None = None  # to drafters; its counters may be read by any thread
+        if (store := engine.runner.features) is not None:
+            self.feed = FeatureFeed(store, engine.committed_rows, engine.slots, limit=4 * engine.max_sessions)
         self._reported_s = float("-inf")
         self._stepped_s = float("-inf")
         self._changed = True
@@ -130,6 +143,7 @@ class EngineThread:
             self._changed = True
             self._answered = any(result.finish_reason is None for result in results)
             self._send(results)
+        self._send_features()
         self._report()
         return True
 
@@ -143,7 +157,7 @@ class EngineThread:
             return
 
     def _patience_s(self) -> float:
-        if self._engine.has_blocks:
+        if self._engine.has_blocks or (self.feed is not None and self.feed.behind):
             return 0.0
         if self._engine.has_work:
             linger, self._answered = _LINGER_S if self._answered else 0.0, False
@@ -163,6 +177,8 @@ class EngineThread:
                 self._deliver(link, [self._engine.load(self._replica_id)])
             case Left(link):
                 self._links.discard(link)
+                if self.feed is not None:
+                    self.feed.left(link)
                 for session_id in [s for s, owner in self._owner.items() if owner == link]:
                     self._engine.drop(session_id)
                     del self._owner[session_id]
@@ -181,6 +197,11 @@ class EngineThread:
         done.set_result(None)
 
     def _answer(self, link: LinkId, message: Message) -> list[Message]:
+        if self.feed is not None and isinstance(message, FeatureRequest):
+            self.feed.ask(link, message)
+            return []
+        if self.feed is not None and isinstance(message, VerifyRequest):
+            self.feed.round_asked(message)
         if not isinstance(message, OpenSession | VerifyRequest | Close):
             logger.warning("%s is no message for a verifier", type(message).__name__)
             return []
@@ -204,6 +225,12 @@ class EngineThread:
                 self._owner.pop(message.session_id, None)
         for link, batch in batches.items():
             self._deliver(link, batch)
+
+    def _send_features(self) -> None:
+        """After the results: routers need those first."""
+        if self.feed is not None:
+            for link, rows in self.feed.take().items():
+                self._deliver(link, list(rows))
 
     def _report(self) -> None:
         now_s = self._clock()

@@ -7,10 +7,27 @@ page table says whose they are.
 
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider_kernels.ragged_batch import RaggedBatch
 from verifier_service.sharded_logits import ShardedLogits
+
+
+class FeatureStore(Protocol):
+    """Features of cached rows, for drafters (outrider_kernels.feature_pages)."""
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The kinds that are kept."""
+        ...
+
+    def width(self, feature_id: str) -> int: ...
+
+    def read(self, feature_id: str, slots: NDArray[np.int64]) -> NDArray[np.float32]:
+        """[slots, width]"""
+        ...
 
 
 class Runner(Protocol):
@@ -31,6 +48,11 @@ class Runner(Protocol):
     @property
     def numerics(self) -> str:
         """Fingerprint of everything that can change a logit."""
+        ...
+
+    @property
+    def features(self) -> FeatureStore | None:
+        """Filled by `run` at the slots of its rows; None when no drafter reads any."""
         ...
 
     def run(self, batch: RaggedBatch) -> Tensor | ShardedLogits:

@@ -1,4 +1,4 @@
-"""A verifier replica on the data plane: links to routers on one side, the engine's thread on the other.
+"""A verifier replica on the data plane: links to routers and drafters on one side, the engine's thread on the other.
 
 Owns the links and their bounded outboxes; knows nothing of what the engine computes. When a link closes its sessions
 are freed; when the engine fails every link closes, so that routers take their sessions elsewhere at once.
@@ -18,6 +18,7 @@ from cluster.protocol.errors import LinkClosed, Unavailable
 from cluster.protocol.messages import (
     Close,
     Epoch,
+    FeatureRows,
     Hello,
     LoadReport,
     Message,
@@ -37,6 +38,7 @@ P = ParamSpec("P")
 
 _INBOX_BATCHES = 64  # of one link, not yet taken by the engine
 _OUTBOX_BATCHES = 256  # of one link, not yet taken by the carrier
+_FEATURE_BATCHES = 32  # the same of features, at which further ones are left out: the drafter asks again
 _STOP_TIMEOUT_S = 10.0
 _OURSELVES: LinkId = 0
 _WARM_UP_DEPTHS = (0, 1, 3, 7, 15)
@@ -145,7 +147,7 @@ class VerifierService:
                 await peer.room.acquire()
                 self._thread.post(Batch(link_id, messages))
         except LinkClosed:
-            logger.info("router %s is gone; its sessions are freed", link.peer.replica_id)
+            logger.info("%s %s is gone; its sessions are freed", link.peer.role, link.peer.replica_id)
         finally:
             del self._peers[link_id]
             self._thread.post(Left(link_id))
@@ -187,7 +189,9 @@ class _Peer:
         self._closing: asyncio.Task[None] | None = None
 
     def put(self, messages: Sequence[Message]) -> None:
-        if not self._outbox.full():
+        if isinstance(messages[0], FeatureRows) and self._outbox.qsize() >= _FEATURE_BATCHES:
+            logger.info("drafter %s does not keep up with its features", self._link.peer.replica_id)
+        elif not self._outbox.full():
             self._outbox.put_nowait(messages)
         elif self._closing is None:
             logger.warning("router %s takes nothing; its link is closed", self._link.peer.replica_id)
@@ -208,6 +212,7 @@ def describe(engine: Engine, hello: Hello) -> Hello:
         max_len=engine.runner.max_len,
         max_depth=engine.max_depth,
         numerics=engine.runner.numerics,
+        feature_ids=() if engine.runner.features is None else engine.runner.features.ids,
     )
 
 

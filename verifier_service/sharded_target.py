@@ -75,6 +75,7 @@ class ShardedTarget:
             raise
         lm = self._rank.lm
         self.vocab_size, self.max_len, self.numerics = lm.vocab_size, lm.max_len, lm.numerics
+        self.features = lm.features
         self.num_pages, self.page_size, self.eos_token_ids = lm.num_pages, lm.page_size, lm.eos_token_ids
         self._plans = PlanWriter(lm.page_size)
 

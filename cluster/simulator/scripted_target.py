@@ -88,6 +88,22 @@ class ScriptedLaw:
         return tokens[len(prompt) :]
 
 
+class ScriptedFeatures:
+    """The feature of a row is its token id, twice: what a drafter reads shows whether it got the right rows."""
+
+    FEATURE_ID = "scripted"
+    ids = (FEATURE_ID,)
+
+    def __init__(self, cached: NDArray[np.int64]) -> None:
+        self._cached = cached
+
+    def width(self, feature_id: str) -> int:
+        return 2
+
+    def read(self, feature_id: str, slots: NDArray[np.int64]) -> NDArray[np.float32]:
+        return np.repeat(self._cached[slots, None], 2, axis=1).astype(np.float32)
+
+
 class ScriptedTarget:
     """Runs a `ScriptedLaw` over a paged pool of token ids. `on_run` is called before each pass, to delay or to fail."""
 
@@ -110,6 +126,7 @@ class ScriptedTarget:
         self.batches = 0
         self._on_run = on_run
         self._cached = np.full(num_pages * page_size, -1, np.int64)
+        self.features = ScriptedFeatures(self._cached)
 
     def run(self, batch: RaggedBatch) -> Tensor:
         """As `PagedLM.run`: [n, vocab] float32."""

@@ -18,12 +18,12 @@ class LayerOutputs:
     """What the listed layers put out during one pass, -1 for what enters the first; other outputs are let go."""
 
     def __init__(self, layer_ids: frozenset[int]) -> None:
-        self._layer_ids = layer_ids
+        self.layer_ids = layer_ids
         self._kept: dict[int, Tensor] = {}
 
     def offer(self, layer_id: int, rows: Tensor) -> None:
         """Rows [rows, width]; kept as they are, so nobody may write to them later."""
-        if layer_id in self._layer_ids:
+        if layer_id in self.layer_ids:
             self._kept[layer_id] = rows
 
     def joined(self, layer_ids: Sequence[int]) -> Tensor:
@@ -47,6 +47,9 @@ class FeaturePages:
     def ids(self) -> tuple[str, ...]:
         """The feature_ids of what is kept."""
         return tuple(sorted(self._projections))
+
+    def width(self, feature_id: str) -> int:
+        return self._projections[feature_id].width
 
     def capture(self) -> LayerOutputs:
         """To be offered every layer's output of one pass, and then to be stored."""
