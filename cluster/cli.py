@@ -22,6 +22,9 @@ ConfigArgument = Annotated[
     Path | None, typer.Argument(help="YAML configuration; without one the embedded default model is served.")
 ]
 
+bench = typer.Typer(no_args_is_help=True, help="Measure a server under load, or the verifier's engine alone.")
+app.add_typer(bench, name="bench")
+
 
 def main() -> None:
     """Entry point: expected errors end with one readable message and exit code 1."""
@@ -124,6 +127,41 @@ def check(
 
     options = Options(url, against, model, draws, budget_s, tolerance)
     raise typer.Exit(check_endpoint(options, api_key, json_file))
+
+
+@bench.command("load")
+def bench_load(
+    url: Annotated[str, typer.Argument(help="http://host:port or grpc://host:port.")],
+    rate: Annotated[float, typer.Option(min=1e-3, help="Arrivals per second, on average.")] = 1.0,
+    duration_s: Annotated[
+        float, typer.Option(min=0.1, help="Seconds of arrivals; what is out then is waited for.")
+    ] = 60,
+    workload: Annotated[
+        str, typer.Option(help="mixed, copy, open, chat, or a YAML file of tenants (docs/bench.md).")
+    ] = "mixed",
+    max_in_flight: Annotated[int, typer.Option(min=1, help="Arrivals beyond it are dropped, and told.")] = 256,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="From the scheduled arrival to the whole answer.")] = 120.0,
+    seed: Annotated[int, typer.Option(help="Same seed, same requests at the same times.")] = 0,
+    model: Annotated[str, typer.Option(help="Model name; default: the first that the server lists.")] = "",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw it to this .png, .svg or .pdf.")] = None,
+    api_key: Annotated[
+        str, typer.Option(envvar="OUTRIDER_BENCH_API_KEY", show_envvar=True, help="Bearer token for the server.")
+    ] = "",
+) -> None:
+    """Send requests at random times, as many independent clients would, and measure what they get.
+
+    Arrivals are a Poisson process that does not wait for answers. Latencies
+    count from the scheduled arrival; every arrival is accounted for.
+
+    Exit code: 0 something was answered, 1 nothing was, or nothing could run.
+    """
+    from cluster.bench.load.command import bench_load as run
+    from cluster.bench.load.run import Options
+
+    options = Options(url, rate, duration_s, max_in_flight, timeout_s, seed, model)
+    if not run(options, workload, api_key, json_file, picture):
+        raise typer.Exit(1)
 
 
 @app.command()
