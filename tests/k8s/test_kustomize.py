@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.k8s.kustomize import Refused, only, render
+from tests.k8s.kustomize import Manifest, Refused, only, render
 
 
 def test_an_overlay_renders_the_whole_deployment(overlay: Path) -> None:
@@ -28,12 +28,12 @@ def test_kustomize_itself_renders_the_same(overlay: Path) -> None:
         ["kubectl", "kustomize", str(overlay)], capture_output=True, text=True, timeout=60, check=True
     )
 
-    def by_name(manifests: list[dict[str, object]]) -> dict[tuple[str, str], object]:
-        return {(m["kind"], m["metadata"]["name"]): m for m in manifests}  # type: ignore[index]
+    def by_name(manifests: list[Manifest]) -> dict[tuple[str, str], Manifest]:
+        return {(m["kind"], m["metadata"]["name"]): m for m in manifests}
 
     theirs, ours = by_name(list(yaml.safe_load_all(done.stdout))), by_name(render(overlay))
     for secret in (theirs, ours):  # kustomize folds what is encoded
-        data = secret[("Secret", "outrider-data-plane")]["data"]  # type: ignore[index]
+        data = secret[("Secret", "outrider-data-plane")]["data"]
         data["secret"] = base64.b64decode(data["secret"])
     assert theirs == ours
 
