@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from outrider_kernels import (
     accept_sparse_triton,
     block_sampler_triton,
+    grammar_mask_triton,
     gumbel_race_triton,
     philox_triton,
     sparse_draft_triton,
@@ -61,6 +62,7 @@ KERNELS = (
     ),
     Kernel(sparse_draft_triton.quantise_kernel, "*fp32 *i64 i32", {"SUPPORT": 64}),
     Kernel(sparse_draft_triton.draw_kernel, "*i64 *i64 *i64 *i64 i32", {"SUPPORT": 64}),
+    Kernel(grammar_mask_triton.grammar_mask_kernel, "*fp32 *i64 *i32 i32 i32 i32", {"BLOCK": 4096}),
     Kernel(
         block_sampler_triton.slot_kernel,
         "*fp32 *fp32 *fp32 *fp32 *i64 *i64 *i64 *fp32 *i64 i32 i32 i32 i32 i32 fp32",

@@ -10,7 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider_kernels import accept_sparse, gumbel_race, sample_rows, sparse_draft, target_distribution
+from outrider_kernels import (
+    accept_sparse,
+    grammar_mask,
+    gumbel_race,
+    sample_rows,
+    sparse_draft,
+    target_distribution,
+)
 from outrider_kernels.gumbel_race import Stream
 
 
@@ -22,6 +29,7 @@ class Kernels(NamedTuple):
     sample_rows: Callable[..., Tensor]
     accept_sparse: Callable[..., tuple[Tensor, Tensor]]
     draft_sparse: Callable[..., tuple[Tensor, sparse_draft.SparseRows]]
+    mask_tokens: Callable[..., None]
 
 
 _TORCH = Kernels(
@@ -30,6 +38,7 @@ _TORCH = Kernels(
     sample_rows.sample_rows,
     accept_sparse.accept_sparse,
     sparse_draft.draft_sparse,
+    grammar_mask.mask_tokens,
 )
 
 
@@ -41,6 +50,7 @@ def kernels_for(device: torch.device) -> Kernels:
 def _triton() -> Kernels:
     from outrider_kernels import (
         accept_sparse_triton,
+        grammar_mask_triton,
         gumbel_race_triton,
         sparse_draft_triton,
         target_distribution_triton,
@@ -66,4 +76,5 @@ def _triton() -> Kernels:
         sample,
         accept_sparse_triton.accept_sparse,
         sparse_draft_triton.draft_sparse,
+        grammar_mask_triton.mask_tokens,
     )

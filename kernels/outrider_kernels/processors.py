@@ -1,9 +1,10 @@
 """What a request says of single tokens, applied to raw logits at every place of a block as if tokens came one by one.
 
-Owns logit_bias, allowed_token_ids, bad_words, min_tokens (in this order), then the repetition, frequency and presence
-penalties; temperature and the filters follow in target_distribution.py, greedy takes the best of what comes out here.
-Knows nothing of drafters or caches. Invariant: row i of a block counts the draft tokens before it as if they were
-committed, and a session's own state grows by committed tokens only, so a rejection has nothing to roll back.
+Owns logit_bias, allowed_token_ids, bad_words, min_tokens, the grammar's mask (in this order), then the repetition,
+frequency and presence penalties; temperature and the filters follow in target_distribution.py, greedy takes the best of
+what comes out here. Knows nothing of drafters or caches. Invariant: row i of a block counts the draft tokens before it
+as if they were committed, and a session's own state grows by committed tokens only, so a rejection has nothing to roll
+back.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.protocol.messages import SamplingParams
+from outrider_kernels.by_device import kernels_for
+from outrider_kernels.grammar_mask import GrammarMask
 
 Ids: TypeAlias = NDArray[np.int64]
 
@@ -125,17 +128,22 @@ class RuledBlock:
         return np.arange(self.first_row, self.first_row + len(self.draft) + 1)
 
 
-def process(logits: Tensor, blocks: Sequence[RuledBlock]) -> Tensor:
-    """[rows, vocab] float32: a copy of `logits` with the rules of the blocks in their rows; itself without blocks.
+def process(logits: Tensor, blocks: Sequence[RuledBlock], grammar: GrammarMask | None = None) -> Tensor:
+    """[rows, vocab] float32: a copy of `logits` with the rules of the blocks in their rows and the grammar in its own;
+    itself without either.
 
     -inf = banned. A row may come out with nothing else: then its session's rules leave no token.
     """
-    if not blocks:
+    if not blocks and grammar is None:
         return logits
     processed = logits.clone()
     _add_biases(processed, [block for block in blocks if len(block.rules.biases)])
     _keep_allowed(processed, [block for block in blocks if len(block.rules.allowed)])
     _ban(processed, blocks)
+    if grammar is not None:
+        assert grammar.vocab_size == logits.shape[-1], (grammar.vocab_size, logits.shape)
+        mask_tokens = kernels_for(logits.device).mask_tokens
+        mask_tokens(processed, _tensor(grammar.rows, logits), _tensor(grammar.words, logits))
     _penalise(processed, [block for block in blocks if block.rules.counts is not None])
     return processed
 
@@ -160,6 +168,8 @@ def _keep_allowed(logits: Tensor, blocks: Sequence[RuledBlock]) -> None:
 
 
 def _ban(logits: Tensor, blocks: Sequence[RuledBlock]) -> None:
+    if not blocks:
+        return
     bans = [(rows + block.first_row, ids) for block in blocks for rows, ids in [block.rules.bans(block.draft)]]
     logits[_joined(bans, logits)] = -torch.inf
 

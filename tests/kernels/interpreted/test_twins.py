@@ -16,6 +16,8 @@ from outrider_kernels import (
     accept_sparse_triton,
     block_sampler,
     block_sampler_triton,
+    grammar_mask,
+    grammar_mask_triton,
     gumbel_race,
     gumbel_race_triton,
     philox,
@@ -316,6 +318,21 @@ def test_drafts_are_drawn_the_same(rng, rows):
     assert torch.equal(ours[0], theirs[0])
     assert torch.equal(ours[1].counts, theirs[1].counts)
     assert rows < 50 or len(ours[0].unique()) > 20
+
+
+# --- grammar masks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("masked", "vocab"), [(0, 40), (1, 1), (3, 31), (2, 32), (4, 33), (3, 5000)])
+def test_grammars_forbid_the_same_tokens(rng, masked, vocab):
+    logits = torch.randn(masked + 2, vocab, generator=rng)
+    rows = torch.randperm(masked + 2, generator=rng)[:masked]
+    words = torch.randint(-(2**31), 2**31, (masked, grammar_mask.words_of(vocab)), generator=rng).int()
+    ours, theirs = logits.clone(), logits.clone()
+    grammar_mask_triton.mask_tokens(ours, rows, words)
+    grammar_mask.mask_tokens(theirs, rows, words)
+    assert torch.equal(ours, theirs)
+    assert masked * vocab < 64 or not torch.equal(ours, logits)
 
 
 # --- the block sampler ---------------------------------------------------------------------------------------------
