@@ -108,7 +108,7 @@ async def start_verifier(
         sharded = await _on_a_passing_thread(_load_sharded, directory, config.engine_config, launcher)
         engine = _engine_for(sharded, config.engine_config)
     else:
-        sharded, engine = None, await _on_a_passing_thread(_load_engine, directory, config)
+        sharded, engine = None, await _on_a_passing_thread(load_engine, directory, config)
     hello = Hello(
         "verifier",
         replica_id("verifier"),
@@ -141,7 +141,8 @@ async def start_verifier_of(engine: "Engine", hello: Hello, wiring: Wiring) -> P
     return await _join("verifier", service, service.hello, lambda: service.load, wiring)
 
 
-def _load_engine(directory: Path, config: TargetConfig) -> "Engine":
+def load_engine(directory: Path, config: TargetConfig) -> "Engine":
+    """The engine of a target in one piece, as a verifier replica runs it."""
     import torch
 
     from outrider_kernels.paged_lm import PagedLM
