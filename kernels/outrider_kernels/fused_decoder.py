@@ -6,13 +6,13 @@ what the model's modules compute, up to rounding.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
+from outrider_kernels.cpu_pass import DecoderWeights, LayerWeights
 from outrider_kernels.feature_pages import LayerOutputs
 from outrider_kernels.paged_attention import AttentionPlan, paged_attention, write_kv
 from outrider_kernels.prepacked_linear import PrepackedLinear, can_prepack
@@ -26,6 +26,23 @@ _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
 _KEEP_PLAIN_BYTES = 2 << 30
 
 Linear = Callable[[Tensor], Tensor]
+
+
+class _PlainLinear:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class _Norm:
+    def __init__(self, module: Any) -> None:
+        self.weight = module.weight.detach().clone()
+        self.epsilon = float(module.variance_epsilon)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight.shape, self.weight, self.epsilon)
 
 
 def can_fuse(model: Any) -> bool:
@@ -55,7 +72,7 @@ class FusedDecoder:
         self._embeddings = decoder.embed_tokens.weight.detach().clone()
         self._embed = getattr(decoder.embed_tokens, "look_up", embedding)  # of a rank: tensor_parallel.py
         self._rotary = decoder.rotary_emb
-        self._norm = _norm(decoder.norm)
+        self._norm = _Norm(decoder.norm)
         self._layers = []
         while len(decoder.layers):
             self._layers.append(_FusedLayer(decoder.layers[0], self._linear))
@@ -74,15 +91,27 @@ class FusedDecoder:
         outputs: LayerOutputs | None = None,
     ) -> Tensor:
         """[n, vocab] in the model's number format."""
-        hidden = self._embed(token_ids, self._embeddings)
-        cos, sin = self._rotary(hidden, position_ids=positions[None])  # [1, rows, D] each
-        rotation = _Rotation(cos[0], sin[0])
+        hidden, cos, sin = self.embed(token_ids, positions)
+        rotation = _Rotation(cos, sin)
         pages = zip(key_pages.unbind(), value_pages.unbind(), strict=True)
         for layer_id, (layer, (keys, values)) in enumerate(zip(self._layers, pages, strict=True)):
             if outputs is not None:
                 outputs.offer(layer_id - 1, hidden)
             hidden = layer.run(hidden, rotation, plan, keys, values)
         return self._head(self._norm(hidden[logit_rows]))
+
+    def embed(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[rows] each -> embeddings [rows, width], cosines and sines of the rotation [rows, D]."""
+        hidden = self._embed(token_ids, self._embeddings)
+        cos, sin = self._rotary(hidden, position_ids=positions[None])  # [1, rows, D] each
+        return hidden, cos[0], sin[0]
+
+    def weights(self) -> DecoderWeights:
+        """What this decoder computes with, shared. Not of a prepacked one."""
+        assert isinstance(self._head, _PlainLinear)
+        layers = [layer.weights() for layer in self._layers]
+        shape = self._layers[0].shape
+        return DecoderWeights(layers, *shape, self._norm.epsilon, self._norm.weight, self._head.weight, self._head.bias)
 
     def _linear(self, *modules: Any, weight: Tensor | None = None) -> Linear:
         """The modules' outputs side by side, from one product; `weight` is a copy of theirs that is held anyway."""
@@ -94,7 +123,7 @@ class FusedDecoder:
         bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
         if self._prepacked:
             return PrepackedLinear(weight, bias, keep_plain=held or self._keep_plain)
-        return partial(linear, weight=weight, bias=bias)
+        return _PlainLinear(weight, bias)
 
 
 class _Rotation:
@@ -118,12 +147,22 @@ class _FusedLayer:
         self._heads = attention.q_proj.out_features // self._dim
         self._kv_heads = attention.k_proj.out_features // self._dim
         self._scale = attention.scaling
-        self._norm_attention = _norm(layer.input_layernorm)
-        self._norm_mlp = _norm(layer.post_attention_layernorm)
+        self._norm_attention = _Norm(layer.input_layernorm)
+        self._norm_mlp = _Norm(layer.post_attention_layernorm)
         self._qkv = fused_linear(attention.q_proj, attention.k_proj, attention.v_proj)
         self._out = fused_linear(attention.o_proj)
         self._gate_up = fused_linear(mlp.gate_proj, mlp.up_proj)
         self._down = fused_linear(mlp.down_proj)
+
+    @property
+    def shape(self) -> tuple[int, int, int, float]:
+        """Query heads, KV heads, width of a head, scale of scores."""
+        return self._heads, self._kv_heads, self._dim, self._scale
+
+    def weights(self) -> LayerWeights:
+        linears = (self._qkv, self._out, self._gate_up, self._down)
+        qkv, out, gate_up, down = ((held.weight, held.bias) for held in linears if isinstance(held, _PlainLinear))
+        return LayerWeights(self._norm_attention.weight, *qkv, *out, self._norm_mlp.weight, *gate_up, *down)
 
     def run(self, hidden: Tensor, rotate: _Rotation, plan: AttentionPlan, keys: Tensor, values: Tensor) -> Tensor:
         """hidden [rows, width] -> [rows, width]; writes this layer's rows of the cache."""
@@ -135,8 +174,3 @@ class _FusedLayer:
         hidden = hidden + self._out(attended.reshape(rows, -1))
         gate, up = self._gate_up(self._norm_mlp(hidden)).chunk(2, dim=-1)
         return hidden + self._down(silu(gate).mul_(up))
-
-
-def _norm(module: Any) -> Linear:
-    weight = module.weight.detach().clone()
-    return partial(rms_norm, normalized_shape=weight.shape, weight=weight, eps=module.variance_epsilon)

@@ -7,6 +7,7 @@ says where rows live. The logits of a row depend on the rows of its own session 
 import hashlib
 import logging
 import math
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from outrider_kernels.cpu_library import cpu_library
+from outrider_kernels.cpu_pass import CpuPass
 from outrider_kernels.feature_pages import FeaturePages, LayerOutputs
 from outrider_kernels.feature_projection import FeatureProjection
 from outrider_kernels.fused_decoder import FusedDecoder, can_fuse
@@ -43,6 +46,9 @@ logger = logging.getLogger(__name__)
 _ATTENTION = "outrider_paged"
 # Arguments by which models change what attention computes.
 _FALSIFYING = ("sliding_window", "softcap", "s_aux", "position_bias")
+# Passes of more rows are bound by arithmetic, not by reading weights; torch's own products are the faster ones there.
+_COMPILED_ROWS = 16
+_INVARIANT_NEEDS = "a Llama-shaped model in one piece, in float32 on a CPU, and a C++ compiler"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -60,6 +66,9 @@ class PagedLM:
     Raises UnsupportedModel for models whose attention is not plain causal attention behind transformers' interface.
     With a `group` this is one rank's share of the model: every rank runs the same batches, and each has the logits of
     its own part of the vocabulary. `projections` say which features of each row are kept beside its keys and values.
+
+    `invariant`: the logits of a row are the same bits whatever else is in its pass and however the rows before it were
+    divided into passes. UnsupportedModel where that cannot be had.
     """
 
     def __init__(
@@ -74,6 +83,7 @@ class PagedLM:
         prepack: bool = True,
         group: RankGroup | None = None,
         projections: Sequence[FeatureProjection] = (),
+        invariant: bool = False,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
@@ -83,12 +93,22 @@ class PagedLM:
         self.vocab_size = int(config.vocab_size)
         self.max_len = min(max_len or config.max_position_embeddings, config.max_position_embeddings)
         self.eos_token_ids = _eos_token_ids(model)
-        self._decoder = FusedDecoder(model, prepack) if can_fuse(model) else _ModuleDecoder(model, prepack)
-        self.numerics = _fingerprint(model, dtype, device, self._decoder.path)
+        fused = can_fuse(model)
+        compile_it = (
+            fused and prepack and group is None and (dtype, device) == ("float32", "cpu") and bool(cpu_library())
+        )
+        prepack = prepack and not compile_it
+        self._decoder = FusedDecoder(model, prepack) if fused else _ModuleDecoder(model, prepack)
         query_heads, kv_heads = local_heads(config, *((group.rank, group.size) if group else (0, 1)))
         self._queries_per_key = query_heads // kv_heads
         shape = (config.num_hidden_layers, num_pages, page_size, kv_heads, head_dim_of(config))
         self._key_pages, self._value_pages = (_zeros(shape, _DTYPES[dtype], self._device) for _ in range(2))
+        self._compiled = self._compile() if compile_it else None
+        if invariant and self._compiled is None:
+            raise UnsupportedModel(f"{type(model).__name__}: invariant numerics need {_INVARIANT_NEEDS}")
+        self._compiled_rows = sys.maxsize if invariant else _COMPILED_ROWS
+        path = self._decoder.path if self._compiled is None else "compiled" if invariant else "fused-compiled"
+        self.numerics = _fingerprint(model, dtype, device, path)
         self.features: FeaturePages | None = None
         if projections:
             depth, width = config.num_hidden_layers, config.hidden_size
@@ -103,6 +123,14 @@ class PagedLM:
     @torch.inference_mode()
     def run(self, batch: RaggedBatch) -> Tensor:
         """Write the batch's rows to their slots and return the logits of `logit_rows`: [n, vocab] float32."""
+        outputs = None if self.features is None else self.features.capture()
+        compiled = self._compiled if len(batch.token_ids) <= self._compiled_rows else None
+        logits = self._run_stock(batch, outputs) if compiled is None else self._run_compiled(compiled, batch, outputs)
+        if self.features is not None and outputs is not None:
+            self.features.store(outputs, torch.from_numpy(batch.slots).to(self._device))
+        return logits.float()
+
+    def _run_stock(self, batch: RaggedBatch, outputs: LayerOutputs | None = None) -> Tensor:
         plan = plan_attention(
             batch.slots,
             batch.row_starts,
@@ -116,19 +144,40 @@ class PagedLM:
         token_ids, positions, logit_rows = (
             torch.from_numpy(array).to(self._device) for array in (batch.token_ids, batch.positions, batch.logit_rows)
         )
-        outputs = None if self.features is None else self.features.capture()
-        logits = self._decoder.run(token_ids, positions, plan, self._key_pages, self._value_pages, logit_rows, outputs)
-        if self.features is not None and outputs is not None:
-            self.features.store(outputs, torch.from_numpy(batch.slots).to(self._device))
-        return logits.float()
+        return self._decoder.run(token_ids, positions, plan, self._key_pages, self._value_pages, logit_rows, outputs)
+
+    def _run_compiled(self, compiled: CpuPass, batch: RaggedBatch, outputs: LayerOutputs | None = None) -> Tensor:
+        assert isinstance(self._decoder, FusedDecoder)
+        embedded = self._decoder.embed(torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions))
+        return compiled.run(batch, *embedded, outputs)
+
+    def _compile(self) -> CpuPass | None:
+        """None, and a log line, where it does not compute what torch does: tried, not guessed."""
+        assert isinstance(self._decoder, FusedDecoder)
+        pages = (self._key_pages, self._value_pages)
+        compiled = CpuPass.of(self._decoder.weights(), *pages, torch.get_num_threads())
+        if compiled is None:
+            return None
+        trial = _trial_batch(min(3, self.page_size))
+        with torch.inference_mode():
+            expected, found = self._run_stock(trial), self._run_compiled(compiled, trial)
+        if torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
+            return compiled
+        logger.warning("the compiled CPU pass disagrees with torch by %g; torch serves", (found - expected).abs().max())
+        return None
 
     def _try_one_row(self, kind: str) -> None:
         """Fail at the start, not at the first session."""
-        zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
         try:
-            self.run(RaggedBatch(zero, zero, zero, np.array([0, 1]), one, zero[None], zero))
+            self.run(_trial_batch(1))
         except RuntimeError as error:  # of torch: keys and values of other shapes than the configuration says
             raise UnsupportedModel(f"{kind} does not run over a paged cache: {error}") from error
+
+
+def _trial_batch(rows: int) -> RaggedBatch:
+    """The first rows of the first page."""
+    row = np.arange(rows)
+    return RaggedBatch(row * 0, row, row, np.array([0, rows]), np.array([rows]), np.zeros((1, 1), np.int64), row)
 
 
 class _ModuleDecoder:
