@@ -164,6 +164,25 @@ def bench_load(
         raise typer.Exit(1)
 
 
+@bench.command("engine")
+def bench_engine(
+    config: ConfigArgument = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds.")] = False,
+    baseline: Annotated[bool, typer.Option("--baseline", help="Take turns with transformers' own forward.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw it to this .png, .svg or .pdf.")] = None,
+) -> None:
+    """Measure the target's passes and the verifier's engine alone, in this process.
+
+    The time of a pass against its tokens and the cached ones, against the
+    floor (bytes that it must read over the measured bandwidth of memory) and
+    against transformers; tokens per second of many streams; peak memory.
+    """
+    from cluster.bench.engine.command import bench_engine as run
+
+    run(load_config(config), quick, baseline, json_file, picture)
+
+
 @app.command()
 def demo() -> None:
     """Start drafter and verifier processes, stream one answer with and without speculation, stop."""

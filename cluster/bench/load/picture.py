@@ -44,7 +44,8 @@ def _first_tokens(axes: Axes, by_tenant: dict[str, list[Json]]) -> None:
         seen = _firsts(samples)
         axes.scatter([at_s for at_s, _ in seen], [ttft_s for _, ttft_s in seen], s=12, color=colour, label=name)
     lost = [s["at_s"] for samples in by_tenant.values() for s in samples if s["failure"]]
-    axes.scatter(lost, [0.0] * len(lost), marker="x", color="tab:red", label="failed or dropped")
+    if lost:
+        axes.scatter(lost, [0.0] * len(lost), marker="x", color="tab:red", label="failed or dropped")
     axes.set(xlabel="scheduled arrival, s", ylabel="to the first token, s", ylim=(0, None))
     axes.legend()
 
