@@ -81,6 +81,7 @@ def _ports(told: Deployment) -> Iterator[str]:
 def _selectors(told: Deployment) -> Iterator[str]:
     """What the Service and the PodMonitors select exists, and has the ports that they name."""
     service = only(told.manifests, "Service")["spec"]
+    wanted: list[tuple[str, dict[str, str], list[Manifest], list[str]]]
     wanted = [("Service", service["selector"], [], [port["targetPort"] for port in service["ports"]])]
     for monitor in (m["spec"] for m in told.manifests if m["kind"] == "PodMonitor"):
         selector, ports = monitor["selector"], [end["port"] for end in monitor["podMetricsEndpoints"]]

@@ -19,6 +19,7 @@ class Group:
     labels: dict[str, str]  # of the Ray node, and KubeRay puts them on the pod too
     ray_cpus: float  # what `ray start` says the node has
     ray_gpus: float
+    ray_start_params: dict[str, str]
     pod: Manifest  # its spec
 
     @property
@@ -91,7 +92,8 @@ def _group(name: str, replicas: int, told: Manifest) -> Group:
     limits = pod["containers"][0]["resources"]["limits"]
     own = told.get("resources", {})
     cpus = amount(own.get("CPU", limits["cpu"]))
-    return Group(name, replicas, told.get("labels", {}), cpus, amount(limits.get("nvidia.com/gpu", 0)), pod)
+    gpus = amount(limits.get("nvidia.com/gpu", 0))
+    return Group(name, replicas, told.get("labels", {}), cpus, gpus, told["rayStartParams"], pod)
 
 
 def amount(quantity: Any) -> float:
