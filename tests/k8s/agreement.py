@@ -70,6 +70,8 @@ def _ports(told: Deployment) -> Iterator[str]:
     if LOOPBACK & {options["host"], ingress.host}:
         yield "a front door listens on loopback"
     for group in _matching(told, ingress.placement.label_selector):
+        if ingress.deployment_config.num_replicas < group.replicas:
+            yield f"{group.name} has {group.replicas} pods and fewer replicas of the ingress: some lack gRPC"
         doors = {"serve": options["port"], "grpc": ingress.grpc_port}
         for name, port in doors.items():
             if group.ports.get(name) != port:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator  # comes with ray
 
 CORE = Path(__file__).parents[1] / "data" / "kubernetes" / "core-v1.37.json"
 # resource.Quantity of k8s.io/apimachinery, as CustomResourceDefinitions spell it.

@@ -40,6 +40,7 @@ def damaged(k8s: Path, file: str, old: str, new: str) -> Deployment:
         (CPU, "grpc_port: 9000", "grpc_port: 9001", "the Service does not offer the doors' own ports"),
         (CPU, "host: 0.0.0.0", "host: 127.0.0.1", "a front door listens on loopback"),
         (BASE, "containerPort: 9000", "containerPort: 9090", "router declares grpc 9090"),
+        (BASE, "        replicas: 1", "        replicas: 2", "router has 2 pods"),
         (BASE, "127.0.0.1/9000", "127.0.0.1/9001", "router's readiness does not ask port 9000"),
         (SERVICE, "targetPort: grpc", "targetPort: grpcs", "a Service reaches for port grpcs"),
         (SERVICE, "targetPort: grpc", "targetPort: 9000", "a Service reaches for port 9000"),
