@@ -60,7 +60,8 @@ class _Deployment:
 class Verifier(_Deployment):
     async def __init__(self, config: Config, secret: bytes) -> None:  # type: ignore[misc]
         ranks = RankActors(config.target)
-        self._replica = await start_verifier(config.target, _wiring(config, secret), ranks, lost=end_replica)
+        wiring = _wiring(config, secret)
+        self._replica = await start_verifier(config.target, wiring, ranks, end_replica, config.drafters)
 
 
 @serve.deployment

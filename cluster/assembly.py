@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from cluster.board import RENEW_EVERY_S, Board, Pool, Registration
 from cluster.config import Config, DrafterConfig, EngineConfig, IngressConfig, RouterConfig, TargetConfig
+from cluster.feature_pools import load_projections, open_drafter
 from cluster.membership import Membership
 from cluster.metrics import Metrics
 from cluster.model_store import resolve
@@ -25,6 +26,7 @@ from cluster.protocol.messages import Hello, LoadReport, SamplingParams, Specula
 from cluster.protocol.transport import Transport
 
 if TYPE_CHECKING:
+    from drafter_service.feature_drafters.features import FeatureFed
     from drafter_service.interface import Drafter
     from router.client import RouterClient
     from router.grpc_door.server import GrpcDoor
@@ -97,18 +99,20 @@ async def start_verifier(
     wiring: Wiring,
     launcher: "RankLauncher | None" = None,
     lost: Callable[[str], object] = lambda why: None,
+    drafters: Sequence[DrafterConfig] = (),
 ) -> PoolReplica:
-    """Raises InvalidRequest or NotFound for a model that cannot be served.
+    """Raises InvalidRequest or NotFound for a model that cannot be served. Features are kept for those of the
+    `drafters` that read them.
 
     The ranks of a sharded target are started by `launcher`, as processes of this machine without one; `lost(why)` is
     called once if one of them ends, after the replica's links have been told to close.
     """
     directory = await _on_a_passing_thread(resolve, config.model_loading_config.model_source)
     if config.engine_config.tensor_parallel_size > 1:
-        sharded = await _on_a_passing_thread(_load_sharded, directory, config.engine_config, launcher)
+        sharded = await _on_a_passing_thread(_load_sharded, directory, config.engine_config, launcher, drafters)
         engine = _engine_for(sharded, config.engine_config)
     else:
-        sharded, engine = None, await _on_a_passing_thread(load_engine, directory, config)
+        sharded, engine = None, await _on_a_passing_thread(load_engine, directory, config, drafters)
     hello = Hello(
         "verifier",
         replica_id("verifier"),
@@ -141,32 +145,42 @@ async def start_verifier_of(engine: "Engine", hello: Hello, wiring: Wiring) -> P
     return await _join("verifier", service, service.hello, lambda: service.load, wiring)
 
 
-def load_engine(directory: Path, config: TargetConfig) -> "Engine":
-    """The engine of a target in one piece, as a verifier replica runs it."""
+def load_engine(directory: Path, config: TargetConfig, drafters: Sequence[DrafterConfig] = ()) -> "Engine":
+    """The engine of a target in one piece, as a verifier replica runs it for those drafters."""
     import torch
 
-    from outrider_kernels.paged_lm import PagedLM
+    from outrider_kernels.paged_lm import PagedLM, UnsupportedModel
 
     settings = config.engine_config
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
-    runner = PagedLM(
-        directory,
-        num_pages=settings.kv_cache_tokens // settings.page_size,
-        page_size=settings.page_size,
-        dtype=settings.dtype,
-        device=settings.device,
-        max_len=settings.max_model_len,
-    )
+    try:
+        runner = PagedLM(
+            directory,
+            num_pages=settings.kv_cache_tokens // settings.page_size,
+            page_size=settings.page_size,
+            dtype=settings.dtype,
+            device=settings.device,
+            max_len=settings.max_model_len,
+            invariant=settings.numerics == "invariant",
+            projections=load_projections(drafters, directory, settings),
+        )
+    except UnsupportedModel as error:
+        raise InvalidRequest(f"target: {error}", field="target") from error
     return _engine_for(runner, settings)
 
 
-def _load_sharded(directory: Path, settings: EngineConfig, launcher: "RankLauncher | None") -> "ShardedTarget":
+def _load_sharded(
+    directory: Path, settings: EngineConfig, launcher: "RankLauncher | None", drafters: Sequence[DrafterConfig]
+) -> "ShardedTarget":
     import torch
 
     from outrider_kernels.paged_lm import UnsupportedSize
     from verifier_service.rank_processes import RankProcesses
     from verifier_service.sharded_target import ShardedTarget, order_for
 
+    if settings.numerics == "invariant":
+        field = "target.engine_config.numerics"
+        raise InvalidRequest(f"{field}: invariant needs tensor_parallel_size 1: partial sums are added by ranks", field)
     order = order_for(
         directory,
         size=settings.tensor_parallel_size,
@@ -179,7 +193,8 @@ def _load_sharded(directory: Path, settings: EngineConfig, launcher: "RankLaunch
     )
     torch.set_num_threads(order.threads)
     try:
-        return ShardedTarget(order, launcher or RankProcesses())
+        projections = load_projections(drafters, directory, settings)
+        return ShardedTarget(order, launcher or RankProcesses(), projections)
     except UnsupportedSize as error:
         field = "target.engine_config.tensor_parallel_size"
         raise InvalidRequest(f"{field}: {error}", field=field) from error
@@ -209,12 +224,38 @@ async def start_drafter(config: DrafterConfig, target: TargetConfig, wiring: Wir
 
         return await start_drafter_of(PromptLookup(config.max_depth, config.max_sessions), hello, wiring)
     codec = _text_codec(await asyncio.to_thread(resolve, target.model_loading_config.model_source))
+    if config.kind == "features":
+        return await _start_feature_drafter(config, target, hello, wiring)
     directory = await _on_a_passing_thread(resolve, config.model_source)
     drafter, max_len = await _on_a_passing_thread(_load_draft_model, directory, config, codec.vocab_size)
     # The size is the target's: heads are padded differently, and ids beyond it are never proposed.
     own_hash = _text_codec(directory).vocab_hash()
     hello = replace(hello, vocab_size=codec.vocab_size, vocab_hash=own_hash, max_len=max_len)
     return await start_drafter_of(drafter, hello, wiring)
+
+
+async def _start_feature_drafter(
+    config: DrafterConfig, target: TargetConfig, hello: Hello, wiring: Wiring
+) -> PoolReplica:
+    directory = await _on_a_passing_thread(resolve, target.model_loading_config.model_source)
+    drafter = await _on_a_passing_thread(_load_feature_drafter, config, directory)
+    codec = _text_codec(directory)  # its vocabulary is the target's
+    hello = replace(
+        hello,
+        vocab_size=codec.vocab_size,
+        vocab_hash=codec.vocab_hash(),
+        max_len=drafter.max_len,
+        max_depth=min(config.max_depth, drafter.max_depth),
+        feature_ids=(drafter.feature_id,),
+    )
+    return await start_drafter_of(drafter, hello, wiring)
+
+
+def _load_feature_drafter(config: DrafterConfig, target: Path) -> "FeatureFed":
+    import torch
+
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    return open_drafter(config, target)
 
 
 async def start_drafter_of(drafter: "Drafter", hello: Hello, wiring: Wiring) -> PoolReplica:

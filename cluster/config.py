@@ -46,6 +46,8 @@ class EngineConfig(_Model):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
+    # invariant: a row's logits are the same bits whatever is in its pass, so no near-tie can fall another way.
+    numerics: Literal["fast", "invariant"] = "fast"
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64, description="ranks the target is cut over")] = 1
     threads: Annotated[int, Field(ge=0, description="torch threads of one rank; 0 = its share of all cores")] = 0
     max_model_len: Annotated[int | None, Field(ge=2)] = None  # default: the model's own limit
@@ -68,19 +70,24 @@ class DrafterConfig(_Model):
     """One drafter pool. Requests choose it by `name`; the first one is the default."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
-    kind: Literal["prompt_lookup", "draft_model"]
-    model_source: str = ""  # draft_model only
+    kind: Literal["prompt_lookup", "draft_model", "features"]
+    model_source: str = ""  # draft_model: a causal LM; features: a DSpark, DFlash or EAGLE-3 checkpoint for the target
     max_depth: Annotated[int, Field(ge=1, le=64)] = 8
     max_sessions: Annotated[int, Field(ge=1)] = 256
-    kv_cache_tokens: Annotated[int, Field(ge=64)] = 32768  # draft_model only; a full pool forgets the oldest session
+    kv_cache_tokens: Annotated[int, Field(ge=64)] = 32768  # of models; a full pool forgets the oldest session
+    # What some checkpoints of kind features leave open; loading refuses those, and names the setting.
+    slot_layout: Literal["anchor_first", "one_plus_n"] | None = None
+    aux_layer_ids: Literal["inputs", "outputs"] | None = None
     threads: Annotated[int, Field(ge=0)] = 1
     deployment_config: DeploymentConfig = DeploymentConfig()
     placement: PlacementConfig = PlacementConfig()
 
     @model_validator(mode="after")
     def _model_source_where_needed(self) -> "DrafterConfig":
-        if (self.kind == "draft_model") != bool(self.model_source):
-            raise ValueError("model_source is required for kind draft_model and refused for every other kind")
+        if (self.kind != "prompt_lookup") != bool(self.model_source):
+            raise ValueError("model_source is required for kinds draft_model and features, refused for prompt_lookup")
+        if self.kind != "features" and (self.slot_layout or self.aux_layer_ids):
+            raise ValueError("slot_layout and aux_layer_ids are of kind features only")
         return self
 
 

@@ -82,7 +82,7 @@ async def local_system(config: Config, scripted: Mapping[str, Drafter] | None = 
     async with AsyncExitStack() as stack:
         verifiers, drafters = [], []
         for _ in range(config.target.deployment_config.num_replicas):
-            verifiers.append(await start_verifier(config.target, wiring))
+            verifiers.append(await start_verifier(config.target, wiring, drafters=config.drafters))
             stack.push_async_callback(verifiers[-1].close)
         for drafter in config.drafters:
             for _ in range(drafter.deployment_config.num_replicas):

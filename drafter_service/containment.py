@@ -6,8 +6,19 @@ Runs on the worker thread. Knows nothing of links.
 import logging
 from collections.abc import Sequence
 
-from cluster.protocol.errors import Unavailable
-from cluster.protocol.messages import DraftBlock, DraftRequest, Epoch, Refused, SamplingParams, as_tokens
+import numpy as np
+
+from cluster.protocol.errors import ProtocolError, Unavailable
+from cluster.protocol.messages import (
+    DraftBlock,
+    DraftRequest,
+    Epoch,
+    FeatureRows,
+    Refused,
+    SamplingParams,
+    as_tokens,
+)
+from drafter_service.feature_drafters.features import FeatureFed, FeatureGap
 from drafter_service.interface import DraftAnswer, Drafter
 
 logger = logging.getLogger(__name__)
@@ -27,6 +38,19 @@ def draft_contained(drafter: Drafter, ended: Sequence[str], requests: Sequence[D
         return [_draft_alone(drafter, request) for request in requests]
 
 
+def draft_fed(
+    drafter: FeatureFed, ended: Sequence[str], rows: Sequence[FeatureRows], requests: Sequence[DraftRequest]
+) -> tuple[list[DraftAnswer], dict[str, FeatureGap]]:
+    """The same after the rows that have come, and what was lacking, by session."""
+    for features in rows:
+        try:
+            drafter.take(features)
+        except ProtocolError as error:
+            logger.warning("session %s: unusable features: %s", features.session_id, error)
+    answers = draft_contained(drafter, ended, requests)
+    return answers, {gap.session_id: gap for gap in drafter.gaps()}
+
+
 def _draft_alone(drafter: Drafter, request: DraftRequest) -> DraftAnswer:
     try:
         drafter.close(request.session_id)  # what the failed batch left of it is not to be trusted
@@ -38,8 +62,9 @@ def _draft_alone(drafter: Drafter, request: DraftRequest) -> DraftAnswer:
 
 def draft_probe(drafter: Drafter, name: str) -> None:
     """Draft for a session of its own and forget it. Raises Unavailable unless a block comes out."""
+    session_id = f"probe of {name}"
     probe = DraftRequest(
-        session_id=f"probe of {name}",
+        session_id=session_id,
         epoch=Epoch(0, 0),
         block_id=0,
         base_len=4,
@@ -49,10 +74,13 @@ def draft_probe(drafter: Drafter, name: str) -> None:
         sampling=SamplingParams(max_tokens=2),
     )
     try:
+        if isinstance(drafter, FeatureFed):
+            rows = np.zeros(3 * drafter.width, np.float32)
+            drafter.take(FeatureRows(session_id, probe.epoch, drafter.feature_id, 0, drafter.width, rows))
         (answer,) = drafter.draft([probe])
     except Exception as error:
         raise Unavailable(f"drafting failed: {error!r}") from error
     finally:
-        drafter.close(probe.session_id)
-    if not isinstance(answer, DraftBlock):
+        drafter.close(session_id)
+    if not isinstance(answer, DraftBlock) or (isinstance(drafter, FeatureFed) and not len(answer.token_ids)):
         raise Unavailable(f"the drafter answered a new session with {answer}")

@@ -25,8 +25,10 @@ from cluster.protocol.messages import (
     Stale,
 )
 from cluster.protocol.transport import Link, Listener, Transport
-from drafter_service.containment import draft_contained, draft_probe
-from drafter_service.interface import Drafter
+from drafter_service.containment import draft_contained, draft_fed, draft_probe
+from drafter_service.feature_drafters.features import FeatureFed, FeatureGap
+from drafter_service.feature_intake import HOLD_S, FeatureIntake
+from drafter_service.interface import DraftAnswer, Drafter
 from drafter_service.outbox import Outbox
 from drafter_service.worker import Worker
 
@@ -55,6 +57,7 @@ class DrafterService:
         transport: Transport,
         *,
         clock: Callable[[], float] = time.monotonic,
+        hold_s: float = HOLD_S,
     ) -> None:
         self._drafter = drafter
         self._hello = hello
@@ -67,6 +70,9 @@ class DrafterService:
         self._inbox: dict[str, tuple[Link, DraftRequest]] = {}  # at most one per session: the newest
         self._ended: list[str] = []  # sessions that the drafter has still to forget
         self._wake = asyncio.Event()
+        self.intake: FeatureIntake | None = None
+        if isinstance(drafter, FeatureFed):
+            self.intake = FeatureIntake(drafter.feature_id, transport, hello, clock, self._wake.set, hold_s)
         self._busy: deque[tuple[float, float]] = deque()  # (start, end) of the batches of the last second
         self._reported_s = -_REPORT_EVERY_S
         self._listener: Listener | None = None
@@ -85,6 +91,8 @@ class DrafterService:
         if self._loop_task is not None:
             self._loop_task.cancel()
             await asyncio.wait({self._loop_task})
+        if self.intake is not None:
+            await self.intake.close()
         self._worker.stop()
 
     async def warm_up(self, timeout_s: float = 60.0) -> None:
@@ -174,6 +182,8 @@ class DrafterService:
     def _end(self, session_id: str) -> None:
         self._sessions.pop(session_id, None)
         self._inbox.pop(session_id, None)
+        if self.intake is not None:
+            self.intake.forget(session_id)
         self._ended.append(session_id)
         self._wake.set()
 
@@ -191,22 +201,40 @@ class DrafterService:
 
     async def _round(self) -> None:
         waiting, self._inbox = self._inbox, {}
+        if self.intake is not None:
+            waiting = {**self.intake.due(), **waiting}
         ended, self._ended = self._ended, []
         if not waiting and not ended:
             return
         start_s = self._clock()
-        requests = [request for _, request in waiting.values()]
-        answers = await self._worker.run(draft_contained, self._drafter, ended, requests)
+        answers, gaps = await self._draft(ended, [request for _, request in waiting.values()])
         self._busy.append((start_s, self._clock()))
         batches: dict[Link, list[Message]] = defaultdict(list)
-        for (link, _), answer in zip(waiting.values(), answers, strict=True):
-            batches[link].append(answer)
+        for (link, request), answer in zip(waiting.values(), answers, strict=True):
+            if not self._waits(link, request, gaps.get(request.session_id)):
+                batches[link].append(answer)
         if self._clock() - self._reported_s >= _REPORT_EVERY_S:
             self._reported_s = self._clock()
             for link in self._outboxes:
                 batches[link].append(self.load())
         for link, batch in batches.items():
             self._answer(link, batch)
+
+    async def _draft(
+        self, ended: list[str], requests: list[DraftRequest]
+    ) -> tuple[list[DraftAnswer], dict[str, FeatureGap]]:
+        if self.intake is None:
+            return await self._worker.run(draft_contained, self._drafter, ended, requests), {}
+        return await self._worker.run(draft_fed, self._drafter, ended, self.intake.arrived(), requests)
+
+    def _waits(self, link: Link, request: DraftRequest, gap: FeatureGap | None) -> bool:
+        """Whether the request stays, for features that are on their way."""
+        if self.intake is None:
+            return False
+        if gap is not None and request.session_id in self._sessions and self.intake.hold(link, request, gap):
+            return True
+        self.intake.settle(request.session_id)
+        return False
 
     def _end_silent_sessions(self) -> None:
         oldest_s = self._clock() - IDLE_SESSION_S

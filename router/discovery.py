@@ -44,6 +44,7 @@ class Discovery:
         self._links: dict[str, asyncio.Task[None]] = {}
         self._failures: dict[str, tuple[int, float]] = {}  # replica -> failed attempts in a row, next attempt at
         self.listed: frozenset[str] = frozenset()  # drafters and verifiers on the board
+        self._addresses: dict[str, str] = {}  # of the replicas that links go to
 
     async def poll(self) -> None:
         """One look at the board. A board that does not answer changes nothing."""
@@ -62,6 +63,10 @@ class Discovery:
         for replica_id, registration in {**drafters, **verifiers}.items():
             if replica_id in drafters or replica_id in self._leased:
                 self._connect(registration)
+
+    def address(self, replica_id: str) -> str:
+        """Where a replica that `serve` was called for listens."""
+        return self._addresses[replica_id]
 
     async def close(self) -> None:
         """End every link and leave the board, which frees the leases."""
@@ -122,4 +127,8 @@ class Discovery:
             log.warning("cannot reach %s %r: %s", registration.pool, replica_id, error)
             return
         self._failures.pop(replica_id, None)
-        await self._serve(link)
+        self._addresses[replica_id] = registration.address
+        try:
+            await self._serve(link)
+        finally:
+            del self._addresses[replica_id]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from cluster.protocol.errors import HandshakeRefused
-from cluster.protocol.handshake import same_vocabulary
+from cluster.protocol.handshake import same_features, same_vocabulary
 from cluster.protocol.messages import (
     Close,
     DraftBlock,
@@ -173,6 +173,7 @@ class Drafters:
                 new_tokens,
                 draft.depth,
                 state.sampling,
+                session.verifier.address if session.verifier is not None and drafter.hello.feature_ids else "",
             )
         )
 
@@ -282,9 +283,10 @@ class Drafters:
 
 @lru_cache(maxsize=1024)
 def _fits(drafter: Hello, verifier: Hello) -> bool:
-    """Whether their token ids mean the same; a mismatch is logged once."""
+    """Whether token ids and features mean the same to them; a mismatch is logged once."""
     try:
         same_vocabulary(drafter, verifier)
+        same_features(drafter, verifier)
     except HandshakeRefused as error:
         log.error("never drafting with it: %s", error)
         return False

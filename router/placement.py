@@ -51,9 +51,9 @@ class Placement:
 
     # --- verifiers -------------------------------------------------------------------------------------------------
 
-    def join(self, peer: Peer) -> Verifier:
+    def join(self, peer: Peer, address: str = "") -> Verifier:
         dispatcher = Dispatcher(peer.send, self._on_late, self._clock, self._call_later)
-        verifier = Verifier(peer, dispatcher, self._clock, heard_s=self._clock())
+        verifier = Verifier(peer, dispatcher, self._clock, address, heard_s=self._clock())
         self._verifiers[verifier.replica_id] = verifier
         for session in list(self._waiting.values()):
             self._place(session)

@@ -156,7 +156,7 @@ class RouterService:
             await self._serve_drafter(Peer(link, self._outbox_limit))
 
     async def _serve_verifier(self, peer: Peer) -> None:
-        verifier = self._placement.join(peer)
+        verifier = self._placement.join(peer, self._discovery.address(peer.hello.replica_id))
         try:
             await peer.run(lambda batch: self._take(batch, lambda message: self._answers.handle(verifier, message)))
         finally:

@@ -19,6 +19,7 @@ class Verifier:
     peer: Peer
     dispatcher: Dispatcher
     clock: Callable[[], float]
+    address: str = ""  # for drafters that read features
     accepting: bool = True  # on the board; a draining one keeps the sessions it has
     report: LoadReport | None = None
     given_tokens: int = 0  # KV tokens of sessions opened since the report

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider_kernels.feature_projection import FeatureProjection
 from outrider_kernels.paged_lm import PagedLM
 from outrider_kernels.ragged_batch import RaggedBatch
 from outrider_kernels.rank_group import Meeting
@@ -57,7 +59,7 @@ class RankOrder:
 class Rank:
     """Takes part in the meeting: loads this rank's share and joins the groups. Returns when all ranks are ready."""
 
-    def __init__(self, order: RankOrder, meeting: Meeting) -> None:
+    def __init__(self, order: RankOrder, meeting: Meeting, projections: Sequence[FeatureProjection] = ()) -> None:
         device = _device(order.device, order.rank)
         meeting.wait_for_all("ranks")
         self.plans = meeting.group("plans", _CPU, COLLECTIVE_TIMEOUT_S)
@@ -70,6 +72,7 @@ class Rank:
             device=str(device),
             max_len=order.max_len,
             group=self.group,
+            projections=projections,
         )
         self._shard = part(self.lm.vocab_size, order.rank, order.size)
         self._logits = torch.empty(0)  # of the last pass: [n, this rank's part of the vocabulary]

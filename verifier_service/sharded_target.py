@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cluster.protocol.errors import Unavailable
+from outrider_kernels.feature_projection import FeatureProjection
 from outrider_kernels.paged_lm import check_shardable
 from outrider_kernels.ragged_batch import RaggedBatch
 from outrider_kernels.rank_group import Meeting
@@ -51,9 +52,9 @@ class RankLauncher(Protocol):
 class ShardedTarget:
     """Same interface as `outrider_kernels.paged_lm.PagedLM`, but for the logits. One thread at a time may call it."""
 
-    def __init__(self, order: RankOrder, launcher: RankLauncher) -> None:
-        """`order` is rank 0's but for ports and token. Returns once every rank is ready; raises TargetLost when one
-        ended first, and what PagedLM raises for models and sizes that do not fit."""
+    def __init__(self, order: RankOrder, launcher: RankLauncher, projections: Sequence[FeatureProjection] = ()) -> None:
+        """`order` is rank 0's but for ports and token; rank 0 alone keeps features. Returns once every rank is ready;
+        raises TargetLost when one ended first, and what PagedLM raises for models and sizes that do not fit."""
         assert order.rank == 0, order
         check_shardable(order.model_dir, order.size)
         self.launcher = launcher
@@ -69,7 +70,7 @@ class ShardedTarget:
         try:
             launcher.start([replace(order, rank=rank) for rank in range(1, order.size)])
             with self._as_lost():
-                self._rank = Rank(order, meeting)
+                self._rank = Rank(order, meeting, projections)
         except BaseException:
             self.close()
             raise

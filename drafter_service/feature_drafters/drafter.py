@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from cluster.protocol.errors import ProtocolError
-from cluster.protocol.messages import DraftBlock, DraftRequest, Stale, as_tokens
-from drafter_service.feature_drafters.features import FeatureGap, FeatureRows, FeatureSession
+from cluster.protocol.messages import DraftBlock, DraftRequest, FeatureRows, Stale, as_tokens
+from drafter_service.feature_drafters.features import FeatureGap, FeatureSession
 from drafter_service.feature_drafters.proposals import Job, Proposer
 from drafter_service.interface import DraftAnswer
 from outrider_kernels.page_table import PageTable
@@ -57,8 +57,8 @@ class FeatureDrafter:
         """See features.FeatureFed."""
         if features.feature_id != self.feature_id:
             raise ProtocolError(f"features {features.feature_id}, this drafter reads {self.feature_id}")
-        if features.rows.ndim != 2 or features.rows.shape[1] != self.width:
-            raise ProtocolError(f"features of shape {features.rows.shape}, expected [rows, {self.width}]")
+        if features.width != self.width:
+            raise ProtocolError(f"features of width {features.width}, expected {self.width}")
         if min(features.start, features.first) < 0:
             raise ProtocolError(f"features from row {features.start}, first {features.first}")
         session = self._sessions.setdefault(features.session_id, FeatureSession(features.epoch))

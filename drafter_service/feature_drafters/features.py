@@ -5,31 +5,16 @@ values, the rest as features; a row is only ever held with the tokens that it wa
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.protocol.messages import DraftRequest, Epoch, Stale
+from cluster.protocol.messages import DraftRequest, Epoch, FeatureRows, Stale
 from drafter_service.history import reconcile
 from drafter_service.interface import Drafter
 
 Rows: TypeAlias = NDArray[np.float32]  # [n, width]
-
-
-@dataclass(frozen=True, slots=True)
-class FeatureRows:
-    """Verifier to drafter: the features of committed rows start .. start+n-1, each sent once.
-
-    Rows before `first` will never come: a prefix that another drafter's features were kept of. They are masked.
-    """
-
-    session_id: str
-    epoch: Epoch
-    feature_id: str
-    start: int
-    rows: Rows
-    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +27,7 @@ class FeatureGap:
     stop: int
 
 
+@runtime_checkable
 class FeatureFed(Drafter, Protocol):
     """A drafter that conditions on the target's hidden states. Called from one thread, as every drafter."""
 

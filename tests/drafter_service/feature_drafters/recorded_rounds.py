@@ -15,12 +15,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from cluster.protocol.messages import DraftBlock, DraftRequest, Epoch, SamplingParams, as_tokens
+from cluster.protocol.messages import DraftBlock, DraftRequest, Epoch, FeatureRows, SamplingParams, as_tokens
 from drafter_service.feature_drafters.block_model import BlockModel, BlockOutput
 from drafter_service.feature_drafters.chain_model import ChainModel, ChainOutput
 from drafter_service.feature_drafters.description import Settings
 from drafter_service.feature_drafters.drafter import FeatureDrafter
-from drafter_service.feature_drafters.features import FeatureRows
 from drafter_service.feature_drafters.from_checkpoint import proposer_of
 from drafter_service.feature_drafters.loading import LoadedDrafter, load_drafter
 from outrider_kernels.ragged_batch import RaggedBatch
@@ -132,6 +131,13 @@ def drafter_of(loaded: LoadedDrafter, prefill_rows: int = 512) -> FeatureDrafter
     return FeatureDrafter(proposer_of(loaded), loaded.projection.feature_id(), prefill_rows)
 
 
+def message(
+    session_id: str, epoch: Epoch, feature_id: str, start: int, rows: np.ndarray, first: int = 0
+) -> FeatureRows:
+    """rows [n, width]"""
+    return FeatureRows(session_id, epoch, feature_id, start, rows.shape[1], rows.reshape(-1), first)
+
+
 @dataclass
 class Session:
     """One session's side of the conversation with a drafter: sends features and requests as a verifier and a router
@@ -155,10 +161,8 @@ class Session:
     def send_features(self, stop: int | None = None) -> None:
         stop = len(self.tokens) - 1 if stop is None else stop
         start = max(self.sent_rows, self.first)
-        rows = FeatureRows(
-            self.session_id, self.epoch, self.drafter.feature_id, start, self.features(start, stop), self.first
-        )
-        self.drafter.take(rows)
+        features = self.features(start, stop)
+        self.drafter.take(message(self.session_id, self.epoch, self.drafter.feature_id, start, features, self.first))
         self.sent_rows = stop
 
     def request(self, depth: int) -> DraftRequest:

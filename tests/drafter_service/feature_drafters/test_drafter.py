@@ -13,7 +13,7 @@ from cluster.protocol.errors import ProtocolError
 from cluster.protocol.messages import DraftBlock, DraftRequest, Epoch, SamplingParams, Stale, as_tokens
 from drafter_service.containment import draft_contained, draft_probe
 from drafter_service.feature_drafters.drafter import FeatureDrafter
-from drafter_service.feature_drafters.features import FeatureGap, FeatureRows
+from drafter_service.feature_drafters.features import FeatureGap
 from drafter_service.feature_drafters.from_checkpoint import open_feature_drafter, proposer_of
 from drafter_service.feature_drafters.loading import LoadedDrafter
 from outrider_kernels.accept import SamplingRows, choose_tokens
@@ -26,6 +26,7 @@ from tests.drafter_service.feature_drafters.recorded_rounds import (
     Session,
     Target,
     drafter_of,
+    message,
     recording,
 )
 
@@ -289,7 +290,7 @@ def test_features_that_nobody_asks_drafts_for_are_bounded(target: Target) -> Non
     drafter = drafter_of(loaded)
     rows = np.zeros((60, 64), np.float32)
     for place in range(40):
-        drafter.take(FeatureRows(str(place), EPOCH, drafter.feature_id, 0, rows))
+        drafter.take(message(str(place), EPOCH, drafter.feature_id, 0, rows))
     assert drafter.sessions <= 256 // 60
 
 
@@ -374,11 +375,11 @@ def test_features_of_another_kind_or_shape_are_refused_with_both_values(target: 
     drafter = drafter_of(Golden("dflash").load())
     rows = np.zeros((3, 64), np.float32)
     with pytest.raises(ProtocolError, match=f"features f00, this drafter reads {drafter.feature_id}"):
-        drafter.take(FeatureRows("s", EPOCH, "f00", 0, rows))
-    with pytest.raises(ProtocolError, match=r"shape \(3, 32\), expected \[rows, 64\]"):
-        drafter.take(FeatureRows("s", EPOCH, drafter.feature_id, 0, rows[:, :32]))
+        drafter.take(message("s", EPOCH, "f00", 0, rows))
+    with pytest.raises(ProtocolError, match="width 32, expected 64"):
+        drafter.take(message("s", EPOCH, drafter.feature_id, 0, rows[:, :32]))
     with pytest.raises(ProtocolError, match="from row -1"):
-        drafter.take(FeatureRows("s", EPOCH, drafter.feature_id, -1, rows))
+        drafter.take(message("s", EPOCH, drafter.feature_id, -1, rows))
     assert drafter.sessions == 0
 
 
@@ -386,7 +387,7 @@ def test_features_of_nan_harm_no_other_session(family: Golden, target: Target) -
     loaded = family.load()
     drafter = drafter_of(loaded)
     broken = Session(drafter, loaded, target, TEXT[:9], session_id="nan")
-    drafter.take(FeatureRows("nan", EPOCH, drafter.feature_id, 0, np.full((8, 64), np.nan, np.float32)))
+    drafter.take(message("nan", EPOCH, drafter.feature_id, 0, np.full((8, 64), np.nan, np.float32)))
     healthy = Session(drafter, loaded, target, TEXT[:14], session_id="well")
     healthy.send_features()
     answers = drafter.draft([broken.request(4), healthy.request(4)])
