@@ -13,6 +13,7 @@ from ray.util import get_node_ip_address
 
 from cluster.assembly import (
     IngressReplica,
+    PoolReplica,
     Replica,
     Wiring,
     start_drafter,
@@ -20,7 +21,16 @@ from cluster.assembly import (
     start_router,
     start_verifier,
 )
-from cluster.config import Config, DeploymentConfig, DrafterConfig, PlacementConfig, TargetConfig, parse_config
+from cluster.autoscaling import LOOK_BACK_S, PUSH_ENV
+from cluster.config import (
+    Config,
+    DeploymentConfig,
+    DrafterConfig,
+    PlacementConfig,
+    PoolDeploymentConfig,
+    TargetConfig,
+    parse_config,
+)
 from cluster.placement import OPENMP
 from cluster.protocol.errors import InvalidRequest
 from cluster.protocol.grpc_carrier import GrpcTransport
@@ -29,6 +39,7 @@ from cluster.ray_board import RayBoard
 
 APPLICATION = "outrider"
 MIN_SECRET_BYTES = 16
+LEAVE_S = 15.0  # what a drained replica may take to close its links and end its engine
 
 
 def _wiring(config: Config, secret: bytes) -> Wiring:
@@ -56,17 +67,34 @@ class _Deployment:
             await self._replica.close()
 
 
+class _PoolDeployment(_Deployment):
+    """Scaled by its own load, and drained before it goes."""
+
+    _replica: PoolReplica | None = None
+    _drain_s: float
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        return {} if self._replica is None else self._replica.stats()
+
+    async def __del__(self) -> None:
+        if self._replica is not None:
+            await self._replica.drain(self._drain_s)
+            await self._replica.close()
+
+
 @serve.deployment
-class Verifier(_Deployment):
+class Verifier(_PoolDeployment):
     async def __init__(self, config: Config, secret: bytes) -> None:  # type: ignore[misc]
+        self._drain_s = config.target.deployment_config.drain_s
         ranks = RankActors(config.target)
         wiring = _wiring(config, secret)
         self._replica = await start_verifier(config.target, wiring, ranks, end_replica, config.drafters)
 
 
 @serve.deployment
-class Drafter(_Deployment):
+class Drafter(_PoolDeployment):
     async def __init__(self, config: Config, secret: bytes, drafter: DrafterConfig) -> None:  # type: ignore[misc]
+        self._drain_s = drafter.deployment_config.drain_s
         self._replica = await start_drafter(drafter, config.target, _wiring(config, secret))
 
 
@@ -123,16 +151,31 @@ def _place_verifier(target: TargetConfig) -> Any:
 def _place(deployment: Any, options: DeploymentConfig, placement: PlacementConfig, threads: int) -> Any:
     actor: dict[str, Any] = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
     # Ray would derive the thread count from the reservation.
-    env = OPENMP | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    env = OPENMP | PUSH_ENV | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     actor["runtime_env"] = {"env_vars": env}
     if placement.label_selector:
         actor["label_selector"] = placement.label_selector
     return deployment.options(
-        num_replicas=options.num_replicas,
         ray_actor_options=actor,
         health_check_period_s=2,
         health_check_timeout_s=20,
+        **_scaling(options, count_utilisation=deployment is Drafter),
     )
+
+
+def _scaling(options: DeploymentConfig, count_utilisation: bool) -> dict[str, Any]:
+    if not isinstance(options, PoolDeploymentConfig):
+        return {"num_replicas": options.num_replicas}
+    stop = {"graceful_shutdown_timeout_s": options.drain_s + LEAVE_S}
+    scaling = options.autoscaling_config
+    if scaling is None:
+        return {"num_replicas": options.num_replicas, **stop}
+    policy = {
+        "policy_function": "cluster.autoscaling:LoadPolicy",
+        "policy_kwargs": {"target_load": scaling.target_load, "count_utilisation": count_utilisation},
+    }
+    bounds = scaling.model_dump(exclude={"target_load"})
+    return {"autoscaling_config": {**bounds, "look_back_period_s": LOOK_BACK_S, "policy": policy}, **stop}
 
 
 def _secret(config: Config) -> bytes:

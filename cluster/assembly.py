@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
+from cluster.autoscaling import stats_of
 from cluster.board import RENEW_EVERY_S, Board, Pool, Registration
 from cluster.config import Config, DrafterConfig, EngineConfig, IngressConfig, RouterConfig, TargetConfig
 from cluster.feature_pools import load_projections, open_drafter
@@ -59,6 +60,11 @@ class Replica(Protocol):
 
 
 class _Service(Protocol):
+    @property
+    def links(self) -> int:
+        """Peers that are connected."""
+        ...
+
     async def start(self) -> str: ...
 
     async def warm_up(self) -> None: ...
@@ -74,10 +80,27 @@ class PoolReplica:
 
     service: _Service
     membership: Membership
+    load: Callable[[], LoadReport]
+    kv_cache_tokens: int = 0  # a verifier's pool
     sharded: "ShardedTarget | None" = None  # what the engine runs on, where that is more than this process
 
     async def check_health(self) -> None:
         await self.service.check_health()
+
+    def stats(self) -> dict[str, float]:
+        """For the pool's autoscaling."""
+        return stats_of(self.load(), self.kv_cache_tokens)
+
+    async def drain(self, limit_s: float) -> None:
+        """Take no new sessions and wait, `limit_s` at most, until those that are here have ended."""
+        await self.membership.leave()
+        loop = asyncio.get_running_loop()
+        left_s = loop.time()
+        while self.service.links and loop.time() - left_s < limit_s:
+            # For a moment routers may not have read the board yet.
+            if not (self.load().sessions or self.load().queued) and loop.time() - left_s > 2 * RENEW_EVERY_S:
+                return
+            await asyncio.sleep(0.1)
 
     async def close(self) -> None:
         await self.membership.leave()
@@ -120,13 +143,15 @@ async def start_verifier(
         vocab_hash=_text_codec(directory).vocab_hash(),
         dtype=config.engine_config.dtype,
     )
-    if sharded is None:
-        return await start_verifier_of(engine, hello, wiring)
     try:
         replica = await start_verifier_of(engine, hello, wiring)
     except BaseException:
-        sharded.close()
+        if sharded is not None:
+            sharded.close()
         raise
+    replica = replace(replica, kv_cache_tokens=config.engine_config.kv_cache_tokens)
+    if sharded is None:
+        return replica
     replica = replace(replica, sharded=sharded)
     service = cast("VerifierService", replica.service)
 
@@ -294,7 +319,7 @@ async def _join(pool: Pool, service: _Service, hello: Hello, load: Any, wiring: 
     membership = Membership(wiring.board, describe)
     await membership.join()
     logger.info("%s listens at %s", hello.replica_id, address)
-    return PoolReplica(service, membership)
+    return PoolReplica(service, membership, load)
 
 
 def _gauges(load: LoadReport) -> dict[str, float]:

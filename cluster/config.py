@@ -27,12 +27,46 @@ class ModelLoadingConfig(_Model):
     )
 
 
+class AutoscalingConfig(_Model):
+    """Replicas of a pool that follows its own load; names as in Ray Serve where they mean the same."""
+
+    min_replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+    initial_replicas: Annotated[int | None, Field(ge=1, le=1024)] = None  # default: min_replicas
+    max_replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+    # Share of a replica's room (sessions, KV cache, a drafter's time) that is in use when the pool has the right size.
+    target_load: Annotated[float, Field(gt=0, le=1)] = 0.7
+    upscale_delay_s: Annotated[float, Field(ge=0)] = 10.0
+    downscale_delay_s: Annotated[float, Field(ge=0)] = 300.0
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "AutoscalingConfig":
+        if not self.min_replicas <= (self.initial_replicas or self.min_replicas) <= self.max_replicas:
+            raise ValueError("expected min_replicas <= initial_replicas <= max_replicas")
+        return self
+
+
 class DeploymentConfig(_Model):
     """Passed to Ray Serve for one deployment."""
 
     num_replicas: Annotated[int, Field(ge=0, le=1024)] = 1
     num_cpus: Annotated[float, Field(ge=0)] = 0.1
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
+
+    @property
+    def most_replicas(self) -> int:
+        return self.num_replicas
+
+
+class PoolDeploymentConfig(DeploymentConfig):
+    """Of verifiers and drafters, whose sessions live on the data plane."""
+
+    autoscaling_config: AutoscalingConfig | None = None  # in place of num_replicas
+    # A replica that is scaled down takes no new sessions and finishes those it has, for this long; the rest move.
+    drain_s: Annotated[float, Field(ge=0, le=3600)] = 120.0
+
+    @property
+    def most_replicas(self) -> int:
+        return self.num_replicas if self.autoscaling_config is None else self.autoscaling_config.max_replicas
 
 
 class PlacementConfig(_Model):
@@ -62,7 +96,7 @@ class EngineConfig(_Model):
 class TargetConfig(_Model):
     model_loading_config: ModelLoadingConfig = ModelLoadingConfig()
     engine_config: EngineConfig = EngineConfig()
-    deployment_config: DeploymentConfig = DeploymentConfig()
+    deployment_config: PoolDeploymentConfig = PoolDeploymentConfig()
     placement: PlacementConfig = PlacementConfig()
 
 
@@ -79,7 +113,7 @@ class DrafterConfig(_Model):
     slot_layout: Literal["anchor_first", "one_plus_n"] | None = None
     aux_layer_ids: Literal["inputs", "outputs"] | None = None
     threads: Annotated[int, Field(ge=0)] = 1
-    deployment_config: DeploymentConfig = DeploymentConfig()
+    deployment_config: PoolDeploymentConfig = PoolDeploymentConfig()
     placement: PlacementConfig = PlacementConfig()
 
     @model_validator(mode="after")

@@ -35,8 +35,8 @@ def reserved_cpus(config: Config) -> float:
     pools = [config.target.deployment_config, config.router.deployment_config, config.ingress.deployment_config]
     pools += [drafter.deployment_config for drafter in config.drafters]
     target, size = config.target.deployment_config, config.target.engine_config.tensor_parallel_size
-    other_ranks = (size - 1) * target.num_cpus * target.num_replicas
-    return sum(pool.num_cpus * pool.num_replicas for pool in pools) + other_ranks
+    other_ranks = (size - 1) * target.num_cpus * target.most_replicas
+    return sum(pool.num_cpus * pool.most_replicas for pool in pools) + other_ranks
 
 
 @contextmanager

@@ -116,6 +116,10 @@ class DrafterService:
             raise Unavailable(f"no draft within {timeout_s:g} s")
         self._probing.result()
 
+    @property
+    def links(self) -> int:
+        return len(self._outboxes)
+
     def load(self) -> LoadReport:
         now_s = self._clock()
         while self._busy and self._busy[0][1] < now_s - 1:

@@ -73,6 +73,10 @@ class VerifierService:
         self._failing: asyncio.Task[None] | None = None
 
     @property
+    def links(self) -> int:
+        return len(self._peers)
+
+    @property
     def load(self) -> LoadReport:
         """The engine's state, at most a second old."""
         return self._thread.load

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.config import DEFAULT_MODEL
 from cluster.model_store import resolve
@@ -60,6 +62,19 @@ def small_model(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     out = tmp_path_factory.mktemp("draft") / "first-layers"
     save_truncated(model_dir, KEPT_LAYERS, out)
     return out
+
+
+@pytest.fixture(scope="session")
+def tiny(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights so small that its best scores lie close together; the default model's tokeniser."""
+    path = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(11)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=49152, num_hidden_layers=2, max_position_embeddings=1024, **sizes)
+    LlamaForCausalLM(config).save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_bytes((model_dir / name).read_bytes())
+    return path
 
 
 class KnownTexts:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.config import Config, parse_config
 from cluster.local import LocalSystem, local_system
@@ -66,19 +64,6 @@ async def continued(system: LocalSystem, prompts: Sequence[Sequence[int]], texts
     rest = [replace(GREEDY, max_tokens=max(1, len(text) - half)) for text in texts]
     outputs = await run_all(system, opened, rest, Speculation(enabled=False), 8)
     return [text[:half] + output.token_ids[: len(text) - half] for text, output in zip(texts, outputs, strict=True)]
-
-
-@pytest.fixture(scope="module")
-def tiny(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights so small that its best scores lie close together; the default model's tokeniser."""
-    path = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(11)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=49152, num_hidden_layers=2, max_position_embeddings=1024, **sizes)
-    LlamaForCausalLM(config).save_pretrained(path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (path / name).write_bytes((model_dir / name).read_bytes())
-    return path
 
 
 async def test_a_tiny_models_text_never_depends_on_how_it_is_run(tiny: Path) -> None:
