@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cluster.protocol.messages import DraftBlock, DraftRequest, Epoch, Stale, as_tokens
 from drafter_service.history import reconcile, unknown
-from drafter_service.interface import DraftAnswer
+from drafter_service.interface import DraftAnswer, sampling_of
 from outrider_kernels.accept import SamplingRows
 from outrider_kernels.draft_choice import choose_drafts
 from outrider_kernels.page_table import PageTable
@@ -157,7 +157,7 @@ class DraftModel:
         for draft in drafts:
             draft.rules = self._rules(draft.request)
         sampling = SamplingRows.of(
-            [draft.request.sampling for draft in drafts],
+            [sampling_of(draft.request) for draft in drafts],
             [draft.request.base_len for draft in drafts],
         )
         active = torch.arange(len(drafts))
@@ -187,10 +187,10 @@ class DraftModel:
 
     def _rules(self, request: DraftRequest) -> TokenRules | None:
         """What the target will apply to the same places; without it drafts are only accepted less often."""
-        if any(not 0 <= token_id < self._vocab_size for token_id in named_ids(request.sampling)):
+        if any(not 0 <= token_id < self._vocab_size for token_id in named_ids(sampling_of(request))):
             return None
         held = np.array(self._sessions[request.session_id].tokens[: request.base_len], np.int64)
-        return rules_of(request.sampling, held, min(request.prompt_len, len(held)), self._vocab_size)
+        return rules_of(sampling_of(request), held, min(request.prompt_len, len(held)), self._vocab_size)
 
     def _new_rows(self, drafts: list[_Draft]) -> list[Piece]:
         """What the cache lacks of each session. A long prompt is spread over several requests, which until it is done

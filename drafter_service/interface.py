@@ -7,7 +7,7 @@ comes, never which text: whatever it proposes is judged by the target.
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
-from cluster.protocol.messages import DraftBlock, DraftRequest, Refused, Stale
+from cluster.protocol.messages import DraftBlock, DraftRequest, Refused, SamplingParams, Stale
 
 DraftAnswer: TypeAlias = DraftBlock | Stale | Refused
 
@@ -30,3 +30,9 @@ class Drafter(Protocol):
     def sessions(self) -> int:
         """How many sessions are held."""
         ...
+
+
+def sampling_of(request: DraftRequest) -> SamplingParams:
+    """What a drafter reads: the service has put it into every request."""
+    assert request.sampling is not None, request.session_id
+    return request.sampling

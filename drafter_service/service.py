@@ -10,7 +10,7 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cluster.protocol.errors import LinkClosed, Unavailable
@@ -22,12 +22,13 @@ from cluster.protocol.messages import (
     LoadReport,
     Message,
     Refused,
+    SamplingParams,
     Stale,
 )
 from cluster.protocol.transport import Link, Listener, Transport
 from drafter_service.containment import draft_contained, draft_fed, draft_probe
 from drafter_service.feature_drafters.features import FeatureFed, FeatureGap
-from drafter_service.feature_intake import HOLD_S, FeatureIntake
+from drafter_service.feature_intake import FeatureIntake
 from drafter_service.interface import DraftAnswer, Drafter
 from drafter_service.outbox import Outbox
 from drafter_service.worker import Worker
@@ -42,11 +43,12 @@ _DEFAULT_CAPACITY = 1024
 
 @dataclass(slots=True)
 class _Session:
-    """Who drafts for it, and when it last did."""
+    """Who drafts for it, and when it last did. `sampling` came with its first tokens."""
 
     link: Link
     epoch: Epoch
     seen_s: float
+    sampling: SamplingParams
 
 
 class DrafterService:
@@ -57,7 +59,6 @@ class DrafterService:
         transport: Transport,
         *,
         clock: Callable[[], float] = time.monotonic,
-        hold_s: float = HOLD_S,
     ) -> None:
         self._drafter = drafter
         self._hello = hello
@@ -72,7 +73,7 @@ class DrafterService:
         self._wake = asyncio.Event()
         self.intake: FeatureIntake | None = None
         if isinstance(drafter, FeatureFed):
-            self.intake = FeatureIntake(drafter.feature_id, transport, hello, clock, self._wake.set, hold_s)
+            self.intake = FeatureIntake(drafter.feature_id, transport, hello, clock, self._wake.set)
         self._busy: deque[tuple[float, float]] = deque()  # (start, end) of the batches of the last second
         self._reported_s = -_REPORT_EVERY_S
         self._listener: Listener | None = None
@@ -173,8 +174,11 @@ class DrafterService:
             return _refusal(request, "overloaded", f"{self._capacity} sessions are held already")
         if session is not None and request.epoch < session.epoch:
             return Stale(request.session_id, request.block_id, session.epoch, 0)
-        self._sessions[request.session_id] = _Session(link, request.epoch, self._clock())
-        self._inbox[request.session_id] = (link, request)
+        sampling = request.sampling or (session.sampling if session is not None else None)
+        if sampling is None:
+            return Stale(request.session_id, request.block_id, request.epoch, 0)
+        self._sessions[request.session_id] = _Session(link, request.epoch, self._clock(), sampling)
+        self._inbox[request.session_id] = (link, replace(request, sampling=sampling))
         self._wake.set()
         return None
 

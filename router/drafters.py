@@ -172,7 +172,8 @@ class Drafters:
                 state.prompt_len,
                 new_tokens,
                 draft.depth,
-                state.sampling,
+                # Up to 12 kB with its biases: once per session, with its first tokens, which is where a drafter begins.
+                state.sampling if session.drafter_len == 0 else None,
                 session.verifier.address if session.verifier is not None and drafter.hello.feature_ids else "",
             )
         )

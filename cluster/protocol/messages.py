@@ -167,8 +167,9 @@ class DraftRequest:
     """Router to drafter: extend the session to base_len with new_tokens and draft `depth` tokens from there.
 
     new_tokens are the committed tokens base_len-len(new_tokens) .. base_len-1. A drafter whose session is shorter than
-    their start answers Stale with what it has; one that has more rolls back. `verifier` is the address at which a
-    drafter that reads features gets this session's.
+    their start answers Stale with what it has; one that has more rolls back. `sampling` comes with a session's first
+    tokens and holds until the session is forgotten; a drafter that was never told answers Stale. `verifier` is the
+    address at which a drafter that reads features gets this session's.
     """
 
     session_id: str
@@ -178,7 +179,7 @@ class DraftRequest:
     prompt_len: int
     new_tokens: Tokens
     depth: int
-    sampling: SamplingParams
+    sampling: SamplingParams | None  # None = as it was sent before
     verifier: str = ""
 
 

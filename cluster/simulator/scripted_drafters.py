@@ -13,7 +13,7 @@ import numpy as np
 
 from cluster.protocol.messages import DraftBlock, DraftRequest, Epoch, SamplingParams, Stale, as_tokens
 from drafter_service.history import reconcile, unknown
-from drafter_service.interface import DraftAnswer, Drafter
+from drafter_service.interface import DraftAnswer, Drafter, sampling_of
 
 NextToken: TypeAlias = Callable[[Sequence[int], SamplingParams], int]
 Propose: TypeAlias = Callable[[Sequence[int], int, SamplingParams], list[int]]  # (committed, depth, sampling)
@@ -89,7 +89,7 @@ class ScriptedDrafter:
         session.epoch = request.epoch
         session.tokens[kept:] = request.new_tokens[kept - start :].tolist()
         self._sessions[request.session_id] = session
-        proposed = self._propose(session.tokens, min(request.depth, self._max_depth), request.sampling)
+        proposed = self._propose(session.tokens, min(request.depth, self._max_depth), sampling_of(request))
         return DraftBlock(
             session_id=request.session_id,
             epoch=request.epoch,

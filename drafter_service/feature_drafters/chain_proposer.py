@@ -14,6 +14,7 @@ from torch import Tensor
 from drafter_service.feature_drafters.chain_model import ChainModel, ChainOutput
 from drafter_service.feature_drafters.loading import LoadedDrafter
 from drafter_service.feature_drafters.proposals import Job, ruled, sampling_rows, top_probability
+from drafter_service.interface import sampling_of
 from outrider_kernels.accept import SamplingRows
 from outrider_kernels.draft_choice import choose_drafts
 from outrider_kernels.page_table import PageTable
@@ -99,4 +100,4 @@ class ChainProposer:
 
 
 def _goes_on(job: Job) -> bool:
-    return len(job.tokens) < job.depth and job.tokens[-1] not in job.request.sampling.stop_token_ids
+    return len(job.tokens) < job.depth and job.tokens[-1] not in sampling_of(job.request).stop_token_ids

@@ -13,7 +13,7 @@ from cluster.protocol.errors import ProtocolError
 from cluster.protocol.messages import DraftBlock, DraftRequest, FeatureRows, Stale, as_tokens
 from drafter_service.feature_drafters.features import FeatureGap, FeatureSession
 from drafter_service.feature_drafters.proposals import Job, Proposer
-from drafter_service.interface import DraftAnswer
+from drafter_service.interface import DraftAnswer, sampling_of
 from outrider_kernels.page_table import PageTable
 from outrider_kernels.processors import TokenRules, named_ids, rules_of
 from outrider_kernels.sparse_draft import to_message
@@ -144,10 +144,10 @@ class FeatureDrafter:
     def _rules(self, request: DraftRequest, session: FeatureSession) -> TokenRules | None:
         """What the target will apply to the same places; without it drafts are only accepted less often."""
         vocab_size = self._proposer.vocab_size
-        if any(not 0 <= token_id < vocab_size for token_id in named_ids(request.sampling)):
+        if any(not 0 <= token_id < vocab_size for token_id in named_ids(sampling_of(request))):
             return None
         held = np.array(session.tokens, np.int64)
-        return rules_of(request.sampling, held, min(request.prompt_len, len(held)), vocab_size)
+        return rules_of(sampling_of(request), held, min(request.prompt_len, len(held)), vocab_size)
 
     def _reserve(self, session_id: str, rows: int, busy: set[str]) -> bool:
         """Make room, if need be by forgetting the sessions that were idle longest: caches are disposable."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.protocol.messages import DraftRequest
+from drafter_service.interface import sampling_of
 from outrider_kernels.accept import SamplingRows
 from outrider_kernels.page_table import PageTable
 from outrider_kernels.processors import RuledBlock, TokenRules, process
@@ -77,7 +78,7 @@ class Proposer(Protocol):
 def sampling_rows(jobs: Sequence[Job], device: torch.device, *, point: bool) -> SamplingRows:
     """point: propose the most likely tokens whatever the temperature, which is lossless as a draft without a law."""
     rows = SamplingRows.of(
-        [job.request.sampling for job in jobs], [job.request.base_len for job in jobs], device=device
+        [sampling_of(job.request) for job in jobs], [job.request.base_len for job in jobs], device=device
     )
     return replace(rows, temperature=torch.zeros_like(rows.temperature)) if point else rows
 

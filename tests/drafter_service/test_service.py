@@ -1,5 +1,6 @@
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -172,6 +173,44 @@ async def test_stale_is_passed_on():
         link = await bench.link()
         await link.send([request(tokens=(1, 2, 3), new=1, block_id=4)])
         assert await answers(link, 1) == [Stale("a", 4, FIRST, 0)]
+
+
+class Keeping(ScriptedDrafter):
+    """Remembers the sampling of every request that it was called with."""
+
+    def __init__(self):
+        super().__init__(oracle(LAW.next_token))
+        self.seen = []
+
+    def draft(self, requests):
+        self.seen += [(request.session_id, request.sampling) for request in requests]
+        return super().draft(requests)
+
+
+async def test_a_sessions_sampling_holds_until_another_comes_and_is_no_other_sessions():
+    first, second = SamplingParams(9, 0.5, logit_bias=((3, 1.0),)), SamplingParams(9, 0.7)
+    drafter = Keeping()
+    async with Bench(drafter) as bench:
+        link = await bench.link()
+        for tokens, sampling in [((1, 2), first), ((1, 2, 3), None), ((1, 2, 3, 4), second), ((1, 2, 3, 4, 5), None)]:
+            new = None if sampling else 1
+            await link.send([replace(request("a", tokens, new), sampling=sampling)])
+            assert isinstance((await answers(link, 1))[0], DraftBlock)
+        await link.send([request("b"), replace(request("c"), sampling=None)])
+        found = {message.session_id: message for message in await answers(link, 2)}
+        assert found["c"] == Stale("c", 1, FIRST, 0)
+        assert drafter.seen == [("a", first), ("a", first), ("a", second), ("a", second), ("b", GREEDY)]
+
+
+async def test_a_forgotten_session_asks_for_its_sampling_even_where_it_needs_no_tokens():
+    drafter = Keeping()
+    async with Bench(drafter) as bench:
+        link = await bench.link()
+        await link.send([request("a")])
+        await answers(link, 1)
+        await link.send([Close("a", FIRST, 3), replace(request("a", block_id=2), sampling=None)])
+        assert await answers(link, 1) == [Stale("a", 2, FIRST, 0)]
+        assert bench.service.load().sessions == 0
 
 
 async def test_a_router_below_the_sessions_epoch_neither_gets_drafts_nor_takes_it_over():
