@@ -1,10 +1,12 @@
-"""Bookkeeping of a paged KV cache: which pages of a fixed pool hold which session's rows.
+"""Bookkeeping of a paged KV cache: which pages of a fixed pool hold which sessions' rows.
 
-Knows nothing of tensors, of drafts or of what a row contains. A page belongs to at most one session at a time, and
-every page is either owned or free.
+Knows nothing of tensors, of drafts or of what a row contains. Whole, written pages may be shared between sessions and
+may be kept once no session has them; nothing is ever copied. Invariants: every page is free, leased, or kept and idle;
+a row is written only in a page that one session alone has and that is not kept.
 """
 
-from collections.abc import Hashable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,15 +22,19 @@ class _Lease:
 class PageTable:
     """A pool of `num_pages` pages of `page_size` rows, leased to sessions.
 
-    A session first reserves the rows it can ever need (the admission decision), then extends and rolls back within
-    them, which therefore cannot fail for want of memory.
+    A session reserves rows, then extends and rolls back within them, which therefore cannot fail for want of memory.
+    `evicted(page)` is called when a kept page is given to somebody else.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, evicted: Callable[[int], None] = lambda page: None) -> None:
         assert min(num_pages, page_size) >= 1, (num_pages, page_size)
         self.num_pages = num_pages
         self.page_size = page_size
+        self._evicted = evicted
         self._free: list[int] = list(range(num_pages - 1, -1, -1))  # a stack; low page numbers go first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # kept pages without a lease, least recently used first
+        self._kept = np.zeros(num_pages, bool)
+        self._leased = np.zeros(num_pages, np.int64)  # by how many sessions
         self._leases: dict[Hashable, _Lease] = {}
 
     def __contains__(self, session: Hashable) -> bool:
@@ -39,27 +45,53 @@ class PageTable:
 
     @property
     def free_tokens(self) -> int:
-        """Rows that further reservations can still get."""
-        return len(self._free) * self.page_size
+        """Rows that further reservations can still get: those of idle kept pages count."""
+        return (len(self._free) + len(self._idle)) * self.page_size
 
     def reserve(self, session: Hashable, rows: int) -> bool:
         """Make room for `rows` rows in all; a second call enlarges the lease, never shrinks it.
 
-        False, and nothing changed, when the pool has too few free pages.
+        False, and nothing changed, when the pool has too few pages that are free or idle.
         """
         lease = self._leases.get(session) or _Lease()
         missing = max(0, -(-rows // self.page_size) - len(lease.pages))
-        if missing > len(self._free):
+        if missing > len(self._free) + len(self._idle):
             return False
-        taken = [self._free.pop() for _ in range(missing)]
-        lease.pages = np.concatenate([lease.pages, np.array(taken, np.int64)])
+        taken = np.array([self._take() for _ in range(missing)], np.int64)
+        self._leased[taken] = 1
+        lease.pages = np.concatenate([lease.pages, taken])
         self._leases[session] = lease
         return True
 
+    def adopt(self, session: Hashable, pages: Sequence[int]) -> None:
+        """Begin the session with these full pages, leased or kept, as its first rows. What it had reserved in their
+        place goes back; nothing may be written yet."""
+        lease = self._leases.setdefault(session, _Lease())
+        assert lease.length == 0, lease.length
+        for page in pages:
+            assert self._kept[page] or self._leased[page], f"page {page} is free"
+            self._leased[page] += 1
+            self._idle.pop(page, None)
+        self._give_back(lease.pages[: len(pages)])
+        lease.pages = np.concatenate([np.array(pages, np.int64), lease.pages[len(pages) :]])
+        lease.length = len(pages) * self.page_size
+
     def free(self, session: Hashable) -> None:
         """Give back every page of the session. Unknown sessions are a mistake of the caller."""
-        lease = self._leases.pop(session)
-        self._free.extend(reversed(lease.pages.tolist()))
+        self._give_back(self._leases.pop(session).pages)
+
+    def keep(self, page: int) -> None:
+        """A leased page whose rows are all written and final stays as it is without a lease until its room is needed;
+        nobody writes to it."""
+        assert self._leased[page], f"page {page} is not leased"
+        self._kept[page] = True
+
+    def give_up(self, page: int) -> None:
+        """No longer keep the page."""
+        self._kept[page] = False
+        if page in self._idle:
+            del self._idle[page]
+            self._free.append(page)
 
     def length(self, session: Hashable) -> int:
         """Rows written so far."""
@@ -69,15 +101,23 @@ class PageTable:
         """Rows the session can hold."""
         return len(self._leases[session].pages) * self.page_size
 
+    def page(self, session: Hashable, index: int) -> int:
+        """The page of rows index * page_size and on."""
+        return int(self._leases[session].pages[index])
+
     def extend(self, session: Hashable, rows: int) -> NDArray[np.int64]:
         """Append `rows` rows; their slots, in order. [rows] int64"""
         start = self.length(session)
         slots = self.slots(session, start, start + rows)
+        pages = slots // self.page_size
+        assert not self._kept[pages].any(), "a row would be written to a page that is kept"
+        assert (self._leased[pages] == 1).all(), "a row would be written to a page that is shared"
         self._leases[session].length = start + rows
         return slots
 
     def roll_back(self, session: Hashable, length: int) -> None:
-        """Forget every row from `length` on; their slots are written again by the next extend."""
+        """Forget every row from `length` on; their slots are written again by the next extend, so they must not lie
+        in pages that are shared or kept."""
         lease = self._leases[session]
         assert 0 <= length <= lease.length, (length, lease.length)
         lease.length = length
@@ -96,3 +136,22 @@ class PageTable:
         for row, (session, pages) in enumerate(zip(sessions, used, strict=True)):
             tables[row, :pages] = self._leases[session].pages[:pages]
         return tables
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        page, _ = self._idle.popitem(last=False)
+        self._kept[page] = False
+        self._evicted(page)
+        return page
+
+    def _give_back(self, pages: NDArray[np.int64]) -> None:
+        """Last page first: of a text's idle pages the end is evicted before what it continues."""
+        for page in reversed(pages.tolist()):
+            self._leased[page] -= 1
+            if self._leased[page]:
+                continue
+            if self._kept[page]:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
