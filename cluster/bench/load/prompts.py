@@ -1,7 +1,7 @@
 """Prompts of our own for load: three kinds, of any length, never twice the same. All chance is the caller's.
 
-Texts are put together of few words on purpose: a copy repeats its prompt, an open text does not, and a chat begins like
-every other chat of its kind, as real ones do.
+Texts are put together of few words on purpose: a copy repeats its prompt, an open text is sampled on from it, and a
+chat begins like every other chat of its kind, as real ones do.
 """
 
 from collections.abc import Callable, Mapping

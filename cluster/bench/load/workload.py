@@ -80,7 +80,8 @@ class Workload(_Model):
 
 
 COPY = Tenant(name="copy", mix="copy", words=(30, 90), max_tokens=(32, 96))
-OPEN = Tenant(name="open", mix="open", words=(10, 60), max_tokens=(32, 96))
+# Sampled: a small model that continues greedily soon repeats itself, which drafts foresee.
+OPEN = Tenant(name="open", mix="open", words=(10, 60), max_tokens=(32, 96), temperature=0.8)
 CHAT = Tenant(name="chat", mix="chat", words=(40, 200), max_tokens=(16, 64), temperature=0.8)
 BUILT_IN: Mapping[str, Workload] = {
     "mixed": Workload(tenants=(COPY, OPEN, CHAT)),
