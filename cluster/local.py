@@ -26,6 +26,7 @@ from cluster.config import Config
 from cluster.metrics import Metrics
 from cluster.protocol.local import LocalTransport
 from cluster.protocol.messages import FinishReason, Hello, RoundStats, SamplingParams, Speculation, as_tokens
+from cluster.protocol.transport import Transport
 from drafter_service.interface import Drafter
 from router.client import RouterClient
 
@@ -73,12 +74,14 @@ class LocalSystem:
 
 
 @asynccontextmanager
-async def local_system(config: Config, scripted: Mapping[str, Drafter] | None = None) -> AsyncIterator[LocalSystem]:
+async def local_system(
+    config: Config, scripted: Mapping[str, Drafter] | None = None, transport: Transport | None = None
+) -> AsyncIterator[LocalSystem]:
     """Starts the replicas of `config` and proves the whole path once; closes them on leaving.
 
-    `scripted` drafters join as pools of their own under the given names.
+    `scripted` drafters join as pools of their own under the given names. Without a `transport` messages stay in memory.
     """
-    wiring = Wiring(LocalTransport(), LocalBoard(time.monotonic))
+    wiring = Wiring(transport or LocalTransport(), LocalBoard(time.monotonic))
     async with AsyncExitStack() as stack:
         verifiers, drafters = [], []
         for _ in range(config.target.deployment_config.num_replicas):

@@ -1,7 +1,7 @@
 """Brings features to a drafter that reads them: asks verifiers for what it lacks, holds requests until it has come.
 
 Owns what was asked of whom and the requests that wait; knows nothing of how drafts are made. Runs in the event loop,
-the drafter on its worker. Invariant: a held request is answered within `hold_s`, with what can be drafted by then.
+the drafter on its worker. Invariant: nothing waits for rows longer than HOLD_S, nor at all for rows not asked for.
 """
 
 import asyncio
@@ -16,17 +16,20 @@ from drafter_service.feature_links import FeatureLinks
 
 logger = logging.getLogger(__name__)
 
-HOLD_S = 0.1  # the rows of a round leave the verifier with its result, so they are late only where something is wrong
+# The rows of a round leave the verifier with its result, so they are late only where something is wrong. Below the
+# shortest time that a router waits for a block.
+HOLD_S = 0.015
 _ARRIVED_BYTES = 64 << 20  # of rows that the worker has not taken
 
 
 @dataclass(slots=True)
 class _Source:
-    """Where a session's rows come from, and the next row that should come."""
+    """Where a session's rows come from. Rows are in order: what follows the newest one is still to come."""
 
     address: str
     epoch: Epoch
-    expected: int
+    handed: int  # after the newest row that the drafter was given, or from where they were asked for
+    reached: int  # after the newest one that has come
 
 
 @dataclass(slots=True)
@@ -50,11 +53,9 @@ class FeatureIntake:
         hello: Hello,
         clock: Callable[[], float],
         wake: Callable[[], None],
-        hold_s: float = HOLD_S,
     ) -> None:
         self._feature_id = feature_id
         self._wake = wake
-        self._hold_s = hold_s
         self._links = FeatureLinks(transport, hello, clock, self._take, self._lost)
         self._sources: dict[str, _Source] = {}
         self._held: dict[str, _Held] = {}
@@ -79,6 +80,10 @@ class FeatureIntake:
     def arrived(self) -> list[FeatureRows]:
         """What came since the last call, in order."""
         rows, self._arrived, self._arrived_bytes = self._arrived, [], 0
+        for features in rows:
+            source = self._sources.get(features.session_id)
+            if source is not None:
+                source.handed = source.reached
         return rows
 
     def due(self) -> dict[str, tuple[Link, DraftRequest]]:
@@ -86,21 +91,20 @@ class FeatureIntake:
         return {sid: (held.link, held.request) for sid, held in self._held.items() if held.due or held.expired}
 
     def hold(self, link: Link, request: DraftRequest, gap: FeatureGap) -> bool:
-        """Whether to keep a request whose features lack from `gap.start` on. Else its empty block is the answer."""
+        """Whether to keep a request whose features lack from `gap.start` on. Else its empty block is the answer, which
+        is the cheapest one where rows have to be asked for: they come while the round is verified without a draft."""
         held = self._held.get(request.session_id)
-        if held is not None and held.request is request and held.expired:
-            self._ask(request, gap.start)  # for the next round
-            return False
-        source = self._sources.get(request.session_id)
-        if not _on_its_way(source, request, gap):
-            if not self._ask(request, gap.start):
-                return False
-            if source is None and gap.start == 0:
-                return False  # the whole text is still to be read, for which no router waits
         if held is None or held.request is not request:
             self.settle(request.session_id)
-            timer = asyncio.get_running_loop().call_later(self._hold_s, self._expire, request)
-            self._held[request.session_id] = _Held(link, request, timer)
+            timer = asyncio.get_running_loop().call_later(HOLD_S, self._expire, request)
+            held = self._held[request.session_id] = _Held(link, request, timer)
+        source = self._sources.get(request.session_id)
+        if source is not None and source.reached > source.handed:  # rows have come while it was tried
+            held.due = True
+            self._wake()
+        elif held.expired or not _on_its_way(source, request, gap):
+            self._ask(request, gap.start)
+            return False
         else:
             held.due = False
         return True
@@ -111,16 +115,14 @@ class FeatureIntake:
         if held is not None:
             held.timer.cancel()
 
-    def _ask(self, request: DraftRequest, start: int) -> bool:
+    def _ask(self, request: DraftRequest, start: int) -> None:
         if not request.verifier:
             logger.warning("session %s: nobody says where its features are", request.session_id)
-            return False
+            return
         wanted = FeatureRequest(request.session_id, request.epoch, self._feature_id, start)
-        if not self._links.ask(request.verifier, wanted):
-            return False
-        self.requests += 1
-        self._sources[request.session_id] = _Source(request.verifier, request.epoch, start)
-        return True
+        if self._links.ask(request.verifier, wanted):
+            self.requests += 1
+            self._sources[request.session_id] = _Source(request.verifier, request.epoch, start, start)
 
     def _expire(self, request: DraftRequest) -> None:
         held = self._held.get(request.session_id)
@@ -148,7 +150,7 @@ class FeatureIntake:
             self._arrived_bytes += rows.values.nbytes
             self.rows += len(rows.rows)
             self.bytes += rows.values.nbytes
-            source.expected = rows.start + len(rows.rows)
+            source.reached = rows.start + len(rows.rows)
         held = self._held.get(rows.session_id)
         if held is not None:
             held.due = True
@@ -167,4 +169,4 @@ def _on_its_way(source: _Source | None, request: DraftRequest, gap: FeatureGap) 
     """Whether the missing rows have been asked for, and nothing shows that they were lost."""
     if source is None:
         return False
-    return (source.address, source.epoch, source.expected) == (request.verifier, request.epoch, gap.start)
+    return (source.address, source.epoch, source.handed) == (request.verifier, request.epoch, gap.start)
