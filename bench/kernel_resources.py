@@ -16,16 +16,16 @@ BEGIN, END = "<!-- resources: begin -->", "<!-- resources: end -->"
 
 def table() -> str:
     lines = [
-        "| kernel | constants | GPU | registers | spilled, bytes | shared memory, bytes | code, kB |",
-        "|---|---|---|---|---|---|---|",
+        "| kernel | constants | warps | GPU | registers | stack, bytes | shared memory, bytes | code, kB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for kernel in KERNELS:
         constants = ", ".join(f"{name} {value}" for name, value in kernel.constants.items())
         for name, target in TARGETS.items():
             used = build(kernel, target)
             lines.append(
-                f"| `{kernel.name}` | {constants} | {name} | {used.registers} | {used.spilled} | {used.shared} "
-                f"| {used.code_bytes / 1000:.0f} |"
+                f"| `{kernel.name}` | {constants} | {kernel.warps} | {name} | {used.registers} | {used.stack} "
+                f"| {used.shared} | {used.code_bytes / 1000:.0f} |"
             )
     return "\n".join(lines)
 
@@ -34,7 +34,9 @@ def main() -> None:
     text = DOCUMENT.read_text()
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    made = f"triton {version('triton')}, 4 warps a program, its own ptxas; `python bench/kernel_resources.py`."
+    made = (
+        f"triton {version('triton')}, its own ptxas, pointers aligned to 16 bytes; `python bench/kernel_resources.py`."
+    )
     DOCUMENT.write_text(f"{before}{BEGIN}\n{made}\n\n{table()}\n{END}{after}")
 
 

@@ -49,14 +49,11 @@ def plan_attention(
     *,
     causal: bool = True,
     window: int | None = None,
+    sliding: int | None = None,
 ) -> AttentionPlan:
-    """Group the sessions of a batch. Shapes as in `ragged_batch.RaggedBatch`.
-
-    Not causal: the rows of a session in this batch are a block whose rows see each other, later ones too. With a
-    window they see only that many rows before the first of them.
-    """
+    """Group the sessions of a batch. Shapes as in `ragged_batch.RaggedBatch`; what rows see as in seen_by_rows."""
     sizes = np.diff(row_starts)
-    assert bool(np.all(sizes <= context_lens)), "a session has more rows than context"
+    first_seen, last_seen = seen_by_rows(row_starts, context_lens, causal=causal, window=window, sliding=sliding)
     groups = [
         _plan_group(
             members,
@@ -68,12 +65,38 @@ def plan_attention(
             queries_per_key,
             device,
             dtype,
-            causal,
-            window,
+            first_seen,
+            last_seen,
         )
         for members in _group_members(sizes, context_lens)
     ]
     return AttentionPlan(torch.from_numpy(slots).to(device), tuple(groups), int(row_starts[-1]))
+
+
+def seen_by_rows(
+    row_starts: NDArray[np.int64],
+    context_lens: NDArray[np.int64],
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    sliding: int | None = None,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(first [rows], last [rows]): the positions in its session that each row sees, both included.
+
+    Not causal: the rows of a session in this batch are a block whose rows see each other, later ones too. With a
+    window they see only that many rows before the first of them. sliding: at most so many rows, the row itself among
+    them (Mistral, arXiv 2310.06825).
+    """
+    sizes = np.diff(row_starts)
+    assert bool(np.all(sizes <= context_lens)), "a session has more rows than context"
+    before = np.repeat(context_lens - sizes, sizes)
+    own = before + np.arange(row_starts[-1]) - np.repeat(row_starts[:-1], sizes)
+    first = np.zeros_like(own)
+    if window is not None:
+        first = np.maximum(first, before - window)
+    if sliding is not None:
+        first = np.maximum(first, own - sliding + 1)
+    return first, own if causal else np.repeat(context_lens, sizes) - 1
 
 
 def write_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, plan: AttentionPlan) -> None:
@@ -137,8 +160,8 @@ def _plan_group(
     queries_per_key: int,
     device: torch.device,
     dtype: torch.dtype,
-    causal: bool,
-    window: int | None,
+    first_seen: NDArray[np.int64],
+    last_seen: NDArray[np.int64],
 ) -> _Group:
     counts, contexts = sizes[members], context_lens[members]
     row = np.arange(counts.max())
@@ -150,11 +173,7 @@ def _plan_group(
     where = np.where(position < contexts[:, None], position, 0)  # [S, L]
     pages = np.take_along_axis(block_tables[members], where // page_size, axis=1)
     keys = (pages * page_size + where % page_size).reshape(-1)
-    before = (contexts - counts)[:, None]
-    last_seen = np.where(valid, before + row if causal else contexts[:, None] - 1, 0)  # [S, R]
-    visible = position <= last_seen[:, :, None]  # [S, R, L]
-    if window is not None:
-        visible &= position >= np.where(valid, before - window, 0)[:, :, None]
+    visible = (position >= first_seen[rows][:, :, None]) & (position <= last_seen[rows][:, :, None])  # [S, R, L]
     return _Group(
         rows=torch.from_numpy(rows).to(device),
         valid=None if valid.all() else torch.from_numpy(valid).to(device),

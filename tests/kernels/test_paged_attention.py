@@ -26,7 +26,7 @@ class Cache:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator)
 
-    def run(self, sizes: dict[str, int]) -> tuple[RaggedBatch, Tensor, Tensor]:
+    def run(self, sizes: dict[str, int], sliding: int | None = None) -> tuple[RaggedBatch, Tensor, Tensor]:
         """Appends random rows to each session; the batch, its queries and what the op makes of them."""
         for session, rows in sizes.items():
             length = self.table.length(session) if session in self.table else 0
@@ -49,11 +49,12 @@ class Cache:
             self.heads // self.kv_heads,
             CPU,
             torch.float32,
+            sliding=sliding,
         )
         write_kv(key, value, self.key_pages, self.value_pages, plan)
         return batch, query, paged_attention(query, self.key_pages, self.value_pages, plan, 0.3)
 
-    def expected(self, sizes: dict[str, int], batch: RaggedBatch, query: Tensor) -> Tensor:
+    def expected(self, sizes: dict[str, int], batch: RaggedBatch, query: Tensor, sliding: int | None = None) -> Tensor:
         """Softmax over each session's keys up to the row, every KV head repeated for its queries."""
         parts = []
         for session, (start, stop) in zip(sizes, pairwise(batch.row_starts), strict=True):
@@ -61,6 +62,7 @@ class Cache:
             scores = torch.einsum("rhd,khd->hrk", query[start:stop], key) * 0.3
             rows = len(key) - (stop - start) + torch.arange(stop - start)
             hidden = torch.arange(len(key)) > rows[:, None]
+            hidden |= torch.arange(len(key)) <= rows[:, None] - (len(key) if sliding is None else sliding)
             weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
             parts.append(torch.einsum("hrk,khd->rhd", weights, value))
         return torch.cat(parts)
@@ -83,6 +85,14 @@ def test_ragged_passes_equal_plain_attention(heads: int, kv_heads: int, dim: int
     ]:
         batch, query, out = cache.run(sizes)
         torch.testing.assert_close(out, cache.expected(sizes, batch, query), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sliding", [1, 3, 20, 400])
+def test_a_sliding_window_shows_each_row_the_newest_rows_up_to_itself(sliding: int) -> None:
+    cache = Cache(4, 2, 8, 5)
+    for sizes in [{"a": 3, "b": 40}, {"a": 1, "b": 1, "c": 6}, {"a": 5, "b": 2}]:
+        batch, query, out = cache.run(sizes, sliding)
+        torch.testing.assert_close(out, cache.expected(sizes, batch, query, sliding), rtol=1e-5, atol=1e-5)
 
 
 def test_sessions_without_rows_and_a_pass_without_sessions_are_nothing() -> None:
