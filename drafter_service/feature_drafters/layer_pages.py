@@ -12,7 +12,8 @@ from torch import Tensor
 
 from drafter_service.feature_drafters.decoder_layer import Attend
 from drafter_service.feature_drafters.description import LayerShape
-from outrider_kernels.paged_attention import AttentionPlan, paged_attention, plan_attention, write_kv
+from outrider_kernels.by_device import kernels_for
+from outrider_kernels.paged_attention import AttentionPlan, write_kv
 from outrider_kernels.ragged_batch import RaggedBatch
 
 
@@ -56,7 +57,8 @@ class LayerPages:
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             write_kv(keys, values, keys_held, values_held, plan)
-            return paged_attention(queries, keys_held, values_held, plan, scale)
+            found: Tensor = kernels_for(self.device).paged_attention(queries, keys_held, values_held, plan, scale)
+            return found
 
         return attend
 
@@ -68,7 +70,7 @@ class LayerPages:
         return shape.num_heads // shape.num_kv_heads, shape.window, shape.causal or not blocks
 
     def _plan(self, batch: RaggedBatch, shape: LayerShape, blocks: bool) -> AttentionPlan:
-        return plan_attention(
+        return kernels_for(self.device).plan_attention(
             batch.slots,
             batch.row_starts,
             batch.context_lens,

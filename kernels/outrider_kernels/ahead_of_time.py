@@ -23,6 +23,7 @@ from outrider_kernels import (
     gumbel_race_triton,
     paged_attention_triton,
     philox_triton,
+    rotary_write_triton,
     sparse_draft_triton,
     target_distribution_triton,
 )
@@ -84,6 +85,11 @@ KERNELS = (
         block_sampler_triton.slot_kernel,
         "*fp32 *fp32 *fp32 *fp32 *i64 *i64 *i64 *fp32 *i64 i32 i32 i32 i32 i32 fp32",
         {"SESSIONS": 16, "TOKENS": 32, "RANKS": 16},
+    ),
+    Kernel(
+        rotary_write_triton.rotary_write_kernel,
+        "*bf16 *bf16 *bf16 *i64 *bf16 *bf16 *bf16 i32:16",
+        {"QUERY_HEADS": 32, "KV_HEADS": 8, "WIDTH": 128, "HEADS": 8, "DIM": 128},
     ),
     *_attention("*bf16", 128),
     *_attention("*fp32", 64),

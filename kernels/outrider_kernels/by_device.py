@@ -1,4 +1,4 @@
-"""The one place that picks between a kernel's torch path and its Triton twin: by where the logits are.
+"""The one place that picks between a kernel's torch path and its Triton twin: by where the tensors are.
 
 Knows nothing of what the kernels compute. Triton is imported when the first GPU tensor comes, never before.
 """
@@ -14,6 +14,8 @@ from outrider_kernels import (
     accept_sparse,
     grammar_mask,
     gumbel_race,
+    paged_attention,
+    rotary_write,
     sample_rows,
     sparse_draft,
     target_distribution,
@@ -30,6 +32,9 @@ class Kernels(NamedTuple):
     accept_sparse: Callable[..., tuple[Tensor, Tensor]]
     draft_sparse: Callable[..., tuple[Tensor, sparse_draft.SparseRows]]
     mask_tokens: Callable[..., None]
+    plan_attention: Callable[..., paged_attention.AttentionPlan]
+    paged_attention: Callable[..., Tensor]
+    rotate_and_write: Callable[..., Tensor]
 
 
 _TORCH = Kernels(
@@ -39,6 +44,9 @@ _TORCH = Kernels(
     accept_sparse.accept_sparse,
     sparse_draft.draft_sparse,
     grammar_mask.mask_tokens,
+    paged_attention.plan_attention,
+    paged_attention.paged_attention,
+    rotary_write.rotate_and_write,
 )
 
 
@@ -52,6 +60,8 @@ def _triton() -> Kernels:
         accept_sparse_triton,
         grammar_mask_triton,
         gumbel_race_triton,
+        paged_attention_triton,
+        rotary_write_triton,
         sparse_draft_triton,
         target_distribution_triton,
     )
@@ -77,4 +87,7 @@ def _triton() -> Kernels:
         accept_sparse_triton.accept_sparse,
         sparse_draft_triton.draft_sparse,
         grammar_mask_triton.mask_tokens,
+        paged_attention_triton.plan_attention,
+        paged_attention_triton.paged_attention,
+        rotary_write_triton.rotate_and_write,
     )

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
+from outrider_kernels.by_device import kernels_for
 from outrider_kernels.cpu_pass import DecoderWeights, LayerWeights
 from outrider_kernels.feature_pages import LayerOutputs
-from outrider_kernels.paged_attention import AttentionPlan, paged_attention, write_kv
+from outrider_kernels.paged_attention import AttentionPlan
 from outrider_kernels.prepacked_linear import PrepackedLinear, can_prepack
+from outrider_kernels.rotary_write import Rotation
 from outrider_kernels.tensor_parallel import RowParallelLinear
 
 # Layers of exactly this shape: pre-norm, q/k/v/o with optional biases, full rotary embedding, gated SiLU.
@@ -92,7 +94,7 @@ class FusedDecoder:
     ) -> Tensor:
         """[n, vocab] in the model's number format."""
         hidden, cos, sin = self.embed(token_ids, positions)
-        rotation = _Rotation(cos, sin)
+        rotation = Rotation.of(cos, sin)
         pages = zip(key_pages.unbind(), value_pages.unbind(), strict=True)
         for layer_id, (layer, (keys, values)) in enumerate(zip(self._layers, pages, strict=True)):
             if outputs is not None:
@@ -126,20 +128,6 @@ class FusedDecoder:
         return _PlainLinear(weight, bias)
 
 
-class _Rotation:
-    """Rotary position embedding: x * cos + rotate_half(x) * sin, as transformers lays it out."""
-
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        self._half = cos.shape[-1] // 2
-        self._cos = cos[:, None]
-        # rotate_half is a roll by half whose first part changes sign; the sign goes into the sine.
-        self._sin = torch.cat([-sin[:, : self._half], sin[:, self._half :]], dim=-1)[:, None]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, heads, D]"""
-        return torch.addcmul(x * self._cos, x.roll(self._half, dims=-1), self._sin)
-
-
 class _FusedLayer:
     def __init__(self, layer: Any, fused_linear: Callable[..., Linear]) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -164,13 +152,12 @@ class _FusedLayer:
         qkv, out, gate_up, down = ((held.weight, held.bias) for held in linears if isinstance(held, _PlainLinear))
         return LayerWeights(self._norm_attention.weight, *qkv, *out, self._norm_mlp.weight, *gate_up, *down)
 
-    def run(self, hidden: Tensor, rotate: _Rotation, plan: AttentionPlan, keys: Tensor, values: Tensor) -> Tensor:
+    def run(self, hidden: Tensor, rotation: Rotation, plan: AttentionPlan, keys: Tensor, values: Tensor) -> Tensor:
         """hidden [rows, width] -> [rows, width]; writes this layer's rows of the cache."""
-        rows, heads = hidden.shape[0], self._heads
+        rows, kernels = hidden.shape[0], kernels_for(hidden.device)
         qkv = self._qkv(self._norm_attention(hidden)).view(rows, -1, self._dim)
-        rotated = rotate(qkv[:, : heads + self._kv_heads])
-        write_kv(rotated[:, heads:], qkv[:, heads + self._kv_heads :], keys, values, plan)
-        attended = paged_attention(rotated[:, :heads], keys, values, plan, self._scale)
+        query = kernels.rotate_and_write(qkv, rotation, keys, values, plan)
+        attended = kernels.paged_attention(query, keys, values, plan, self._scale)
         hidden = hidden + self._out(attended.reshape(rows, -1))
         gate, up = self._gate_up(self._norm_mlp(hidden)).chunk(2, dim=-1)
         return hidden + self._down(silu(gate).mul_(up))

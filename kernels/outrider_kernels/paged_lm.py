@@ -27,12 +27,13 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from outrider_kernels.by_device import kernels_for
 from outrider_kernels.cpu_library import cpu_library
 from outrider_kernels.cpu_pass import CpuPass
 from outrider_kernels.feature_pages import FeaturePages, LayerOutputs
 from outrider_kernels.feature_projection import FeatureProjection
 from outrider_kernels.fused_decoder import FusedDecoder, can_fuse
-from outrider_kernels.paged_attention import AttentionPlan, paged_attention, plan_attention, write_kv
+from outrider_kernels.paged_attention import AttentionPlan, write_kv
 from outrider_kernels.prepacked_linear import prepack_linears
 from outrider_kernels.ragged_batch import RaggedBatch
 from outrider_kernels.rank_group import RankGroup
@@ -131,7 +132,7 @@ class PagedLM:
         return logits.float()
 
     def _run_stock(self, batch: RaggedBatch, outputs: LayerOutputs | None = None) -> Tensor:
-        plan = plan_attention(
+        plan = kernels_for(self._device).plan_attention(
             batch.slots,
             batch.row_starts,
             batch.context_lens,
@@ -242,7 +243,8 @@ def _attend(
     keys, values = key_pages[layer], value_pages[layer]
     write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, plan)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return paged_attention(query[0].transpose(0, 1), keys, values, plan, scale)[None], None
+    attend = kernels_for(query.device).paged_attention
+    return attend(query[0].transpose(0, 1), keys, values, plan, scale)[None], None
 
 
 AttentionInterface.register(_ATTENTION, _attend)
