@@ -126,9 +126,9 @@ class DrafterConfig(_Model):
 
 
 class DepthPolicyConfig(_Model):
-    kind: Literal["fixed", "off"] = "fixed"
-    depth: Annotated[int, Field(ge=0, le=64)] = 4
-    bypass: bool = True  # a session whose drafts do not pay skips the drafter for a while
+    kind: Literal["adaptive", "fixed", "off"] = "fixed"
+    depth: Annotated[int, Field(ge=0, le=64)] = 4  # fixed: of every block; adaptive: the most
+    bypass: bool = True  # fixed: a session whose drafts do not pay skips the drafter for a while
 
 
 class RouterConfig(_Model):

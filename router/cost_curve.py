@@ -26,8 +26,8 @@ class CostCurve:
     ms: tuple[float, ...]
     slope: float  # ms per unit of size
 
-    def at(self, size: int) -> float:
-        """Milliseconds of `size` >= 1."""
+    def at(self, size: float) -> float:
+        """Milliseconds of `size` >= 1, which may be an expectation."""
         place = bisect_left(self.sizes, size)
         if place == len(self.sizes):
             return self.ms[-1] + self.slope * (size - self.sizes[-1])

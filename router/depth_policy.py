@@ -12,6 +12,17 @@ from cluster.protocol.messages import Hello
 
 
 @dataclass(frozen=True, slots=True)
+class DepthDecision:
+    """`depth` 0 calls no drafter. The reason is shown in metrics and logs."""
+
+    depth: int
+    reason: str
+
+
+UNPLANNED = DepthDecision(0, "unmeasured")
+
+
+@dataclass(frozen=True, slots=True)
 class DepthSnapshot:
     """What is known before the round starts; only rounds already resolved have left a trace in it."""
 
@@ -24,14 +35,7 @@ class DepthSnapshot:
     bypass_rounds: int  # rounds for which drafting does not pay
     draft_outstanding: bool  # its last draft was asked for and has not come yet
     baseline_known: bool  # what depth 0 costs was measured lately, or nobody needs to know
-
-
-@dataclass(frozen=True, slots=True)
-class DepthDecision:
-    """`depth` 0 calls no drafter. The reason is shown in metrics and logs."""
-
-    depth: int
-    reason: str
+    planned: DepthDecision = UNPLANNED  # by the plan for the verifier's next pass, where there is one
 
 
 class DepthPolicy(Protocol):
@@ -56,8 +60,22 @@ class NoDrafting:
         return DepthDecision(0, "off")
 
 
+@dataclass(frozen=True, slots=True)
+class AsPlanned:
+    """What the plan for all sessions of the verifier gives this one (depth_planner.py)."""
+
+    def decide(self, snapshot: DepthSnapshot, now_s: float) -> DepthDecision:
+        return snapshot.planned
+
+
 def policy_from(config: DepthPolicyConfig) -> DepthPolicy:
-    return FixedDepth(config.depth) if config.kind == "fixed" else NoDrafting()
+    match config.kind:
+        case "adaptive":
+            return AsPlanned()
+        case "fixed":
+            return FixedDepth(config.depth)
+        case "off":
+            return NoDrafting()
 
 
 def decide_depth(policy: DepthPolicy, snapshot: DepthSnapshot, now_s: float) -> DepthDecision:
@@ -75,15 +93,24 @@ def decide_depth(policy: DepthPolicy, snapshot: DepthSnapshot, now_s: float) -> 
         return DepthDecision(0, "no drafter")
     if not snapshot.baseline_known:
         return DepthDecision(0, "baseline")
-    depth = min(wish.depth, _most(snapshot, snapshot.drafter))
+    room = deepest(
+        snapshot.drafter,
+        snapshot.verifier_max_depth,
+        snapshot.request_max_depth,
+        snapshot.committed_len,
+        snapshot.remaining,
+    )
+    depth = min(wish.depth, room)
     return wish if depth == wish.depth else DepthDecision(max(0, depth), "limit")
 
 
-def _most(snapshot: DepthSnapshot, drafter: Hello) -> int:
-    """The deepest block that fits everywhere; the token after the block needs room too."""
-    limits = [snapshot.remaining - 1, snapshot.verifier_max_depth, drafter.max_depth]
-    if snapshot.request_max_depth is not None:
-        limits.append(snapshot.request_max_depth)
+def deepest(
+    drafter: Hello, verifier_max_depth: int, request_max_depth: int | None, committed_len: int, remaining: int
+) -> int:
+    """The deepest block that fits everywhere, less than 0 if none; the token after the block needs room too."""
+    limits = [remaining - 1, verifier_max_depth, drafter.max_depth]
+    if request_max_depth is not None:
+        limits.append(request_max_depth)
     if drafter.max_len:
-        limits.append(drafter.max_len - snapshot.committed_len)
+        limits.append(drafter.max_len - committed_len)
     return min(limits)

@@ -45,6 +45,7 @@ class Dispatcher:
         self._timer: Timer | None = None
         self.batch_sessions = 0  # decoding sessions in the newest batch
         self.batch_rows = 0
+        self.batches = 0  # shipped so far
 
     @property
     def sessions(self) -> list[RoutedSession]:
@@ -54,6 +55,10 @@ class Dispatcher:
     def decoding(self) -> int:
         """Sessions past their prefill."""
         return len(self._in_step) + len(self._gathering)
+
+    @property
+    def decoding_sessions(self) -> list[RoutedSession]:
+        return [*self._in_step.values(), *self._gathering.values()]
 
     @property
     def first_of_batch(self) -> bool:
@@ -123,6 +128,7 @@ class Dispatcher:
                 self._on_late(session)
             self._ship(session)
         if self._in_step:
+            self.batches += 1
             self.batch_sessions = len(self._in_step)
             self.batch_rows = sum(_rows(s) for s in self._in_step.values())
 

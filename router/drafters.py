@@ -102,12 +102,16 @@ class Drafters:
 
     # --- requests --------------------------------------------------------------------------------------------------
 
+    def name_for(self, session: RoutedSession) -> str:
+        """The pool that drafts for it."""
+        return session.speculation.drafter or self._default_name
+
     def pick(self, session: RoutedSession, verifier: Hello) -> DrafterReplica | None:
         """Who could draft the next block of `session`; its present drafter if that one is fit. Asks nobody."""
         now_s = self._clock()
         if now_s < session.drafter_after_s:
             return None
-        name = session.speculation.drafter or self._default_name
+        name = self.name_for(session)
         fit = [
             r
             for r in self._replicas.values()

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.protocol.messages import DraftSupport, Law, Speculation, Tokens
+from router.acceptance_estimate import Acceptance
 from router.bypass import Bypass
+from router.depth_policy import UNPLANNED, DepthDecision
+from router.depth_probe import Probe
 from router.peer import Peer
 from router.session import SessionState
 
@@ -64,6 +67,9 @@ class RoutedSession:
     waits_for_draft: bool = False
     block: Block | None = None
     bypass: Bypass = field(default_factory=Bypass)
+    decision: DepthDecision = UNPLANNED  # as the round began; `reason` may become another
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    probe: Probe = field(default_factory=Probe)
     # the drafter
     drafter: "DrafterReplica | None" = None
     drafter_len: int = 0  # committed tokens that the drafter is known to hold

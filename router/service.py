@@ -14,6 +14,7 @@ from cluster.config import RouterConfig
 from cluster.protocol.errors import Unavailable
 from cluster.protocol.messages import Hello, Message
 from cluster.protocol.transport import Link, Listener, Transport
+from router.depth_planner import DepthPlanner
 from router.depth_policy import policy_from
 from router.discovery import Discovery
 from router.dispatch import call_later
@@ -65,7 +66,9 @@ class RouterService:
             self._sessions.find,
             self._on_block,
         )
-        rounds = Rounds(policy_from(policy), policy.bypass, self._drafters, clock, stats)
+        planner = DepthPlanner(policy.depth, self._drafters, clock) if policy.kind == "adaptive" else None
+        use_bypass = policy.bypass and policy.kind == "fixed"
+        rounds = Rounds(policy_from(policy), planner, use_bypass, self._drafters, clock, stats)
         self._placement = Placement(
             rounds,
             clock,

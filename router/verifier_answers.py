@@ -81,7 +81,7 @@ class VerifierAnswers:
             self._sessions.finish(session, burst)
             return
         session.ingress.send(burst)
-        self._rounds.begin(session, verifier.hello, verifier.baseline_known())
+        self._rounds.begin(session, verifier)
         verifier.dispatcher.gather(session)
 
     def _stale(self, verifier: Verifier, stale: Stale) -> None:

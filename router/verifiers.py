@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cluster.protocol.messages import Hello, LoadReport, VerifyResult
+from router.depth_planner import VerifierPlan
 from router.dispatch import Dispatcher
 from router.peer import Peer
 from router.replica_choice import VerifierLoad
@@ -25,6 +26,7 @@ class Verifier:
     given_tokens: int = 0  # KV tokens of sessions opened since the report
     heard_s: float = 0.0
     step_times: StepTimes = field(default_factory=StepTimes)
+    plan: VerifierPlan | None = None  # of the depths in its next pass, where depth is adaptive
 
     @property
     def hello(self) -> Hello:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from cluster.board import LocalBoard, Pool, Registration
 from cluster.config import DepthPolicyConfig, RouterConfig
@@ -169,12 +169,13 @@ class DataPlane:
         repeat_after_s: float = 10.0,
         **config: Any,
     ) -> RouterService:
-        policy = DepthPolicyConfig(kind="fixed" if depth else "off", depth=depth, bypass=bypass)
+        policy = DepthPolicyConfig(kind=kind if depth else "off", depth=depth, bypass=bypass)
         service = RouterService(
             RouterConfig(depth_policy=policy, **config),
             names,
             Hello("router", name),
             self.transport,
+        kind: Literal["adaptive", "fixed"] = "fixed",
             self.board,
             poll_s=poll_s,
             repeat_after_s=repeat_after_s,

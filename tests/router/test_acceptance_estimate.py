@@ -43,3 +43,22 @@ def test_positions_never_tried_expect_what_the_one_before_them_shows() -> None:
 @given(st.lists(st.integers(0, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), max_size=100))
 def test_confidences_are_probabilities(rounds: list[tuple[int, int]]) -> None:
     assert all(0 <= c <= 1 for c in after(*rounds).confidences(8))
+
+
+def test_of_an_empty_block_only_that_nothing_came_is_learned() -> None:
+    estimate = after_round(after((3, 2)), 0, 0, asked=4)
+    assert estimate.confidences(3) == after((3, 2)).confidences(3)
+    assert estimate.fill() < after((3, 2)).fill() == 1
+
+
+def test_a_session_without_rounds_expects_what_is_usual() -> None:
+    assert Acceptance().confidences(2, first_guess=0.2) == pytest.approx((0.2, 0.2))
+    assert Acceptance().fill(first_guess=0.3) == pytest.approx(0.3)
+
+
+def test_what_is_usual_gives_way_to_what_a_session_shows() -> None:
+    estimate = Acceptance()
+    for _ in range(30):
+        estimate = after_round(estimate, 4, 4, asked=4)
+    assert min(estimate.confidences(4, first_guess=0.05)) > 0.8
+    assert estimate.fill(first_guess=0.0) > 0.9

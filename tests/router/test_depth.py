@@ -14,7 +14,7 @@ from router.bypass import (
     after_drafted_round,
     after_plain_round,
 )
-from router.depth_policy import DepthSnapshot, FixedDepth, NoDrafting, decide_depth
+from router.depth_policy import AsPlanned, DepthDecision, DepthSnapshot, FixedDepth, NoDrafting, decide_depth
 from router.step_times import FRESH_S, StepTimes
 
 DRAFTER = Hello("drafter", "d", max_depth=8, max_len=100)
@@ -60,6 +60,14 @@ def test_the_depth_is_the_policys_wish_cut_to_every_limit(change: dict, depth: i
 def test_off_is_off_for_its_own_reason() -> None:
     decision = decide_depth(NoDrafting(), SNAPSHOT, now_s=0.0)
     assert (decision.depth, decision.reason) == (0, "off")
+
+
+def test_a_planned_depth_is_cut_to_the_same_limits() -> None:
+    planned = replace(SNAPSHOT, planned=DepthDecision(6, "adaptive"))
+    assert decide_depth(AsPlanned(), planned, now_s=0.0) == DepthDecision(6, "adaptive")
+    assert decide_depth(AsPlanned(), replace(planned, remaining=3), now_s=0.0) == DepthDecision(2, "limit")
+    assert decide_depth(AsPlanned(), replace(planned, enabled=False), now_s=0.0) == DepthDecision(0, "request")
+    assert decide_depth(AsPlanned(), SNAPSHOT, now_s=0.0) == DepthDecision(0, "unmeasured")
 
 
 # --- bypass ---------------------------------------------------------------------------------------------------------
