@@ -108,6 +108,7 @@ class DataPlane:
         self._closers: dict[str, Callable[[], Awaitable[None]]] = {}
         self._registrations: dict[str, Registration] = {}
         self._numbers = itertools.count()
+        self._readers: set[asyncio.Task[Any]] = set()  # who has called generate
         self._renewing = asyncio.create_task(self._renew())
 
     async def _renew(self) -> None:
@@ -206,7 +207,12 @@ class DataPlane:
         await self._closers.pop(name)()
 
     async def close(self) -> None:
+        """Readers that a failed test has left behind end here, and their outcome is nobody's concern any more."""
         self._renewing.cancel()
+        left = [task for task in self._readers if task is not asyncio.current_task()]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
         for client in self.clients:
             await client.close()
         for closer in reversed(self._closers.values()):
@@ -225,6 +231,8 @@ class DataPlane:
         on_burst: Callable[[Generation, "Text"], Awaitable[None]] | None = None,
     ) -> "Text":
         """Runs one generation to its end, checking that bursts neither overlap nor leave a gap."""
+        if (reader := asyncio.current_task()) is not None:
+            self._readers.add(reader)
         session_id = f"s{next(self._numbers)}"
         generation = client.generate(session_id, as_tokens(prompt), sampling, speculation or Speculation())
         text = Text()

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.protocol.errors import ProtocolError
@@ -164,6 +164,7 @@ def test_truncation_keeps_what_counts_and_drops_what_was_outstanding() -> None:
 TEXT = np.random.default_rng(5).integers(0, 100, 400).astype(np.int32)  # what the target says, whatever happens
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_duplicated_reordered_and_stale_results_never_change_the_text(data: st.DataObject) -> None:
     state = session(max_tokens=len(TEXT))
