@@ -79,11 +79,7 @@ def test_a_decoder_over_these_kernels_says_what_it_says_over_torch(
         calls.append(1)
         return paged_attention_triton.paged_attention(*arguments)  # type: ignore[arg-type]
 
-    replaced = by_device._TORCH._replace(
-        plan_attention=paged_attention_triton.plan_attention,
-        paged_attention=attend,
-        rotate_and_write=rotary_write_triton.rotate_and_write,
-    )
+    replaced = by_device._triton()._replace(paged_attention=attend)
     monkeypatch.setattr(by_device, "_TORCH", replaced)
     for ours, theirs in zip(passes(), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
