@@ -31,6 +31,7 @@ from verifier_service.admission import RETRY_AFTER_S, Admission
 from verifier_service.counters import EngineCounters
 from verifier_service.judge import NOT_FINITE, Outcome, judge
 from verifier_service.judge_shards import judge_shards
+from verifier_service.prefill_budget import prefill_budget
 from verifier_service.prompt_logprobs import MAX_ROWS_PER_PASS, PromptChunk, take_prompt_rows
 from verifier_service.runner import Runner
 from verifier_service.session import Session
@@ -230,7 +231,9 @@ class Engine:
         judged = [s for s, rows in zip(held, missing, strict=True) if s.pending and not rows]
         pieces = [_piece(session, session.length - 1) for session in judged]
         asked: list[PromptChunk] = []
-        budget, asked_budget = self._prefill_chunk, MAX_ROWS_PER_PASS
+        decoding_rows = sum(1 + len(s.draft) for s, rows in zip(held, missing, strict=True) if not rows)
+        budget = prefill_budget(self._prefill_chunk, decoding_rows, self._times.medians()) if any(missing) else 0
+        asked_budget = MAX_ROWS_PER_PASS
         for session, rows in zip(held, missing, strict=True):
             room = min(budget, asked_budget) if session.needs_prompt_rows else budget
             if not rows or not room:
