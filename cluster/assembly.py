@@ -328,6 +328,10 @@ def _gauges(load: LoadReport) -> dict[str, float]:
         "queued": load.queued,
         "free_kv_tokens": load.free_kv_tokens,
         "utilisation": load.utilisation,
+        "prefix_query_tokens": load.prefix_query_tokens,
+        "prefix_hit_tokens": load.prefix_hit_tokens,
+        "prefix_evicted_pages": load.prefix_evicted_pages,
+        "preemptions": load.preemptions,
     }
 
 

@@ -87,6 +87,8 @@ class EngineConfig(_Model):
     max_model_len: Annotated[int | None, Field(ge=2)] = None  # default: the model's own limit
     page_size: Annotated[int, Field(ge=1, le=1024)] = 16  # tokens per KV page
     kv_cache_tokens: Annotated[int, Field(ge=64)] = 65536  # pool size, all sessions together
+    # A text that begins like an earlier one is not computed again while the earlier one's pages are still there.
+    prefix_cache: bool = True
     max_sessions: Annotated[int, Field(ge=1)] = 64
     max_queued_sessions: Annotated[int, Field(ge=0)] = 64
     prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 256  # rows of prefill per step

@@ -26,6 +26,10 @@ _REPLICA_GAUGES: Mapping[str, str] = {
     "queued": "Sessions that wait for room on the replica.",
     "free_kv_tokens": "Tokens for which the replica has free KV pages.",
     "utilisation": "Share of the last second that the replica spent computing, 0 to 1.",
+    "prefix_query_tokens": "Tokens whose rows a verifier needed for new and returning sessions, since its start.",
+    "prefix_hit_tokens": "Those of them that its prefix cache had.",
+    "prefix_evicted_pages": "Pages dropped from the prefix cache for want of room, since the start.",
+    "preemptions": "Sessions that lost their pages to older ones and were computed again, since the start.",
 }
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from cluster.protocol.messages import OpenSession, Refused, SamplingParams
 from outrider_kernels.page_table import PageTable
+from verifier_service.prefix_cache import PrefixCache
 from verifier_service.session import Session
 
 RETRY_AFTER_S = 1.0
@@ -19,10 +20,13 @@ RETRY_AFTER_S = 1.0
 class Admission:
     """Sessions held (`held`, in order of admission) and waiting (`waiting`, in order of arrival)."""
 
-    def __init__(self, table: PageTable, vocab_size: int, max_len: int, max_sessions: int, max_queued: int) -> None:
+    def __init__(
+        self, table: PageTable, cache: PrefixCache, vocab_size: int, max_len: int, max_sessions: int, max_queued: int
+    ) -> None:
         self.held: OrderedDict[str, Session] = OrderedDict()
         self.waiting: OrderedDict[str, Session] = OrderedDict()
         self._table = table
+        self._cache = cache
         self._pool_rows = table.free_tokens
         self._vocab_size = vocab_size
         self._max_len = max_len
@@ -53,7 +57,7 @@ class Admission:
         """Forget the session and let those in who fit now. Unknown ids are nothing to do."""
         self.waiting.pop(session_id, None)
         if self.held.pop(session_id, None) is not None:
-            self._table.free(session_id)
+            self._cache.end(session_id)
         while self.waiting and self._hold(next(iter(self.waiting.values()))):
             self.waiting.popitem(last=False)
 
@@ -63,7 +67,11 @@ class Admission:
             yield self.waiting.popitem(last=False)[1]
 
     def _hold(self, session: Session) -> bool:
-        if len(self.held) >= self._max_sessions or not self._table.reserve(session.id, session.kv_rows):
+        if len(self.held) >= self._max_sessions:
+            return False
+        self._cache.adopt(session)  # first, lest the reservation evicts just these pages
+        if not self._table.reserve(session.id, session.kv_rows):
+            self._cache.end(session.id)
             return False
         self.held[session.id] = session
         return True

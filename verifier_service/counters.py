@@ -10,6 +10,9 @@ class EngineCounters:
     steps: int = 0
     rows: int = 0
     prefill_rows: int = 0
+    prefix_query_tokens: int = 0  # rows that new and returning sessions needed
+    prefix_hit_tokens: int = 0  # those of them that were found
+    prefix_evicted_pages: int = 0
     verified_blocks: int = 0
     drafted_tokens: int = 0  # draft tokens that were judged
     accepted_tokens: int = 0

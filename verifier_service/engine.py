@@ -32,6 +32,7 @@ from verifier_service.counters import EngineCounters
 from verifier_service.judge import NOT_FINITE, Outcome, judge
 from verifier_service.judge_shards import judge_shards
 from verifier_service.prefill_budget import prefill_budget
+from verifier_service.prefix_cache import PrefixCache
 from verifier_service.prompt_logprobs import MAX_ROWS_PER_PASS, PromptChunk, take_prompt_rows
 from verifier_service.runner import Runner
 from verifier_service.session import Session
@@ -55,6 +56,7 @@ class Engine:
         max_queued_sessions: int,
         prefill_chunk_tokens: int,
         max_depth: int,
+        prefix_cache: bool = True,
         max_queue_wait_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -67,7 +69,10 @@ class Engine:
         self._clock = clock
         self._table = PageTable(runner.num_pages, runner.page_size)
         self._table.reserve(_PROBE, 1)
-        self._admission = Admission(self._table, runner.vocab_size, runner.max_len, max_sessions, max_queued_sessions)
+        self._cache = PrefixCache(self._table, self.counters, prefix_cache)
+        self._admission = Admission(
+            self._table, self._cache, runner.vocab_size, runner.max_len, max_sessions, max_queued_sessions
+        )
         self._times = StepTimes()
         # Sessions that ended but were not closed yet: they hold no pages, only an answer for a resend.
         self._ended: OrderedDict[str, Session] = OrderedDict()
@@ -191,6 +196,8 @@ class Engine:
             self._settle(session, outcome, (stop_s - start_s) * 1e3, rows)
             for session, outcome in zip(judged, outcomes, strict=True)
         ]
+        for session in self._admission.held.values():
+            self._cache.offer(session)
         return [result for result in results if result is not None]
 
     def probe(self) -> None:
@@ -209,6 +216,9 @@ class Engine:
             free_kv_tokens=self._table.free_tokens,
             utilisation=self._times.utilisation(self._clock()),
             step_ms_by_rows=self._times.medians(),
+            prefix_query_tokens=self.counters.prefix_query_tokens,
+            prefix_hit_tokens=self.counters.prefix_hit_tokens,
+            prefix_evicted_pages=self.counters.prefix_evicted_pages,
         )
 
     def _check_law(self, session: Session, request: VerifyRequest) -> None:
@@ -227,17 +237,22 @@ class Engine:
         """The pieces of the next pass, the sessions whose blocks it judges, in the order of their pieces, and the rows
         of prefill that are to be reported."""
         held = list(self._admission.held.values())
+        for session in held:
+            self._cache.adopt(session)
         missing = [self._missing_rows(session) for session in held]
         judged = [s for s, rows in zip(held, missing, strict=True) if s.pending and not rows]
         pieces = [_piece(session, session.length - 1) for session in judged]
+        for session in judged:
+            self._cache.begin(session)
         asked: list[PromptChunk] = []
         decoding_rows = sum(1 + len(s.draft) for s, rows in zip(held, missing, strict=True) if not rows)
         budget = prefill_budget(self._prefill_chunk, decoding_rows, self._times.medians()) if any(missing) else 0
         asked_budget = MAX_ROWS_PER_PASS
         for session, rows in zip(held, missing, strict=True):
             room = min(budget, asked_budget) if session.needs_prompt_rows else budget
-            if not rows or not room:
+            if not rows or not room or self._cache.awaits(session):
                 continue
+            self._cache.begin(session)
             start, chunk = self._table.length(session.id), min(rows, room)
             budget -= chunk
             place = sum(piece.logits for piece in pieces)
@@ -266,12 +281,14 @@ class Engine:
         fault = outcome.fault or ("" if session.prompt is None or session.prompt.sound else NOT_FINITE)
         if fault:
             self.counters.failed_sessions += 1
+            self._cache.distrust(session)
             return self._end(session, session.fail(fault))
         result = session.commit(outcome.num_accepted, outcome.next_token, step_ms, rows, outcome.logprobs)
         self._table.roll_back(session.id, session.length - 1)
         self.counters.verified_blocks += 1
         self.counters.drafted_tokens += depth
         self.counters.accepted_tokens += result.num_accepted
+        self._cache.offer(session)
         return result if result.finish_reason is None else self._end(session, result)
 
     def _end(self, session: Session, result: VerifyResult) -> VerifyResult:

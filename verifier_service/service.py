@@ -227,4 +227,5 @@ def engine_for(runner: Runner, config: EngineConfig) -> Engine:
         max_queued_sessions=config.max_queued_sessions,
         prefill_chunk_tokens=config.prefill_chunk_tokens,
         max_depth=config.max_depth,
+        prefix_cache=config.prefix_cache,
     )

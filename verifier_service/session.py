@@ -19,6 +19,7 @@ class Session:
         self.id = opened.session_id
         self.epoch = opened.epoch
         self.sampling = opened.sampling
+        self.cache_salt = opened.cache_salt
         self.limit = limit
         self.opened_s = now_s
         self.length = len(opened.tokens)

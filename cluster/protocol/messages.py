@@ -222,13 +222,15 @@ class DraftBlock:
 @dataclass(frozen=True, slots=True)
 class OpenSession:
     """Router to verifier: hold a session. Runs rows 0..len(tokens)-2 (chunked prefill) but chooses nothing: the first
-    choice comes from the VerifyRequest that follows at base_len = len(tokens)."""
+    choice comes from the VerifyRequest that follows at base_len = len(tokens). Rows are shared with sessions of
+    the same cache_salt only."""
 
     session_id: str
     epoch: Epoch
     tokens: Tokens
     prompt_len: int
     sampling: SamplingParams
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +351,12 @@ class LoadReport:
     free_kv_tokens: int
     utilisation: float  # share of the last second spent computing, 0..1
     step_ms_by_rows: tuple[tuple[int, float], ...] = ()  # median ms of a pass with about that many rows
+    # Of a verifier, since its start: tokens whose rows it needed for new and returning sessions, those of them that its
+    # prefix cache had, pages that were dropped from there for want of room, sessions that lost theirs for a while.
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_evicted_pages: int = 0
+    preemptions: int = 0
 
 
 Message: TypeAlias = (

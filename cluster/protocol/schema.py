@@ -30,6 +30,10 @@ _INT_BOUNDS: dict[str, tuple[int, int | None]] = {
     "placement": (0, None),
     "next_token": (-1, 2**31 - 1),
     "kept_len": (-1, 2**31 - 1),
+    "prefix_query_tokens": (0, None),
+    "prefix_hit_tokens": (0, None),
+    "prefix_evicted_pages": (0, None),
+    "preemptions": (0, None),
 }
 # Durations, shares and the like are 0 .. _MAX_FLOAT. The exceptions:
 _FLOAT_BOUNDS: dict[str, tuple[float, float]] = dict.fromkeys(

@@ -23,14 +23,13 @@ class PageTable:
     """A pool of `num_pages` pages of `page_size` rows, leased to sessions.
 
     A session reserves rows, then extends and rolls back within them, which therefore cannot fail for want of memory.
-    `evicted(page)` is called when a kept page is given to somebody else.
     """
 
-    def __init__(self, num_pages: int, page_size: int, evicted: Callable[[int], None] = lambda page: None) -> None:
+    def __init__(self, num_pages: int, page_size: int) -> None:
         assert min(num_pages, page_size) >= 1, (num_pages, page_size)
         self.num_pages = num_pages
         self.page_size = page_size
-        self._evicted = evicted
+        self.evicted: Callable[[int], None] = lambda page: None  # called when a kept page is given to somebody else
         self._free: list[int] = list(range(num_pages - 1, -1, -1))  # a stack; low page numbers go first
         self._idle: OrderedDict[int, None] = OrderedDict()  # kept pages without a lease, least recently used first
         self._kept = np.zeros(num_pages, bool)
@@ -64,17 +63,19 @@ class PageTable:
         return True
 
     def adopt(self, session: Hashable, pages: Sequence[int]) -> None:
-        """Begin the session with these full pages, leased or kept, as its first rows. What it had reserved in their
-        place goes back; nothing may be written yet."""
+        """Append these full pages, leased or kept, to a session that is new or ends at the edge of a page. What it had
+        reserved in their place goes back."""
         lease = self._leases.setdefault(session, _Lease())
-        assert lease.length == 0, lease.length
+        first, rest = divmod(lease.length, self.page_size)
+        assert rest == 0, lease.length
         for page in pages:
             assert self._kept[page] or self._leased[page], f"page {page} is free"
             self._leased[page] += 1
             self._idle.pop(page, None)
-        self._give_back(lease.pages[: len(pages)])
-        lease.pages = np.concatenate([np.array(pages, np.int64), lease.pages[len(pages) :]])
-        lease.length = len(pages) * self.page_size
+        last = first + len(pages)
+        self._give_back(lease.pages[first:last])
+        lease.pages = np.concatenate([lease.pages[:first], np.array(pages, np.int64), lease.pages[last:]])
+        lease.length += len(pages) * self.page_size
 
     def free(self, session: Hashable) -> None:
         """Give back every page of the session. Unknown sessions are a mistake of the caller."""
@@ -142,7 +143,7 @@ class PageTable:
             return self._free.pop()
         page, _ = self._idle.popitem(last=False)
         self._kept[page] = False
-        self._evicted(page)
+        self.evicted(page)
         return page
 
     def _give_back(self, pages: NDArray[np.int64]) -> None:

@@ -103,7 +103,7 @@ def with_prompt(draw: st.DrawFn, kind: type[m.Generate] | type[m.OpenSession]) -
     prompt_len = draw(st.integers(1, len(ids)))
     if kind is m.Generate:
         return m.Generate(draw(names), draw(wide), ids, prompt_len, draw(samplings), draw(speculations))
-    return m.OpenSession(draw(names), draw(epochs), ids, prompt_len, draw(samplings))
+    return m.OpenSession(draw(names), draw(epochs), ids, prompt_len, draw(samplings), draw(texts))
 
 
 @st.composite
@@ -147,7 +147,7 @@ any_message: st.SearchStrategy[Message] = st.one_of(
     st.builds(
         m.Refused, names, epochs, st.sampled_from(["overloaded", "invalid", "unavailable"]), texts, durations
     ),
-    st.builds(m.LoadReport, names, lengths, lengths, lengths, lengths, st.floats(0, 1), loads),
+    st.builds(m.LoadReport, names, lengths, lengths, lengths, lengths, st.floats(0, 1), loads, wide, wide, wide, wide),
 )  # fmt: skip
 
 
@@ -176,7 +176,7 @@ def plain_all(batch: list[Any]) -> list[Any]:
 def test_every_kind_of_message_has_its_place_in_the_frame() -> None:
     drawn: set[type] = set()
 
-    @settings(deadline=None, max_examples=300, database=None, derandomize=True)
+    @settings(deadline=None, max_examples=500, database=None, derandomize=True)
     @given(any_message)
     def draw(message: Message) -> None:
         (back,) = decode(encode([message]))

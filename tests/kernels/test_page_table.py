@@ -15,7 +15,8 @@ class EveryRowIsReadBack(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = PageTable(PAGES, PAGE_SIZE, self.evicted)
+        self.table = PageTable(PAGES, PAGE_SIZE)
+        self.table.evicted = self.evicted
         self.memory = np.full(PAGES * PAGE_SIZE, -1, np.int64)
         self.rows: dict[str, list[int]] = {}
         self.final: dict[str, int] = {}  # rows in pages that are kept, or shared from somebody: never rolled back
@@ -65,12 +66,14 @@ class EveryRowIsReadBack(RuleBasedStateMachine):
     @precondition(lambda self: self.kept)
     @rule(session=st.sampled_from("abcdef"), data=st.data())
     def adopt(self, session: str, data: st.DataObject) -> None:
-        if self.rows.get(session):
+        if len(self.rows.get(session, [])) % PAGE_SIZE:
             self.free(session)
-        pages = data.draw(st.lists(st.sampled_from(sorted(self.kept)), unique=True)) if self.kept else []
+        pages = data.draw(st.lists(st.sampled_from(sorted(self.kept)), unique=True))
         self.table.adopt(session, pages)
-        self.rows[session] = [value for page in pages for value in self.kept[page]]
-        self.final[session] = len(pages) * PAGE_SIZE
+        self.rows.setdefault(session, []).extend(value for page in pages for value in self.kept[page])
+        if pages:
+            self.final[session] = len(self.rows[session])
+        self.final.setdefault(session, 0)
 
     @precondition(lambda self: self.kept)
     @rule(data=st.data())
@@ -180,7 +183,8 @@ def test_adopted_pages_take_the_place_of_reserved_ones() -> None:
 
 def test_idle_pages_are_evicted_least_recently_used_first_and_a_text_from_its_end() -> None:
     gone: list[int] = []
-    table = PageTable(5, 4, gone.append)
+    table = PageTable(5, 4)
+    table.evicted = gone.append
     pages = {}
     for name in "ab":
         table.reserve(name, 8)

@@ -356,8 +356,8 @@ def test_prefill_never_holds_back_blocks_and_all_prefills_share_one_budget() -> 
     made = engine(watched.target, prefill_chunk_tokens=8)
     for name in "ab":
         made.handle(open_session(name, [1]))
-    for name in "cde":
-        made.handle(open_session(name, [1] * 7))
+    for token, name in enumerate("cde"):
+        made.handle(open_session(name, [token] * 7))
     for name in "ab":
         made.handle(verify(name, 1, [1, 2]))
     assert {r.session_id for r in made.step()} == {"a", "b"}
