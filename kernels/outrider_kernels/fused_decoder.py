@@ -5,7 +5,7 @@ Takes a transformers model's own weights and position embedding; knows pages onl
 what the model's modules compute, up to rounding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class FusedDecoder:
         self,
         token_ids: Tensor,  # [rows] int64
         positions: Tensor,  # [rows] int64
-        plan: AttentionPlan,
+        plans: Sequence[AttentionPlan],  # of each layer
         key_pages: Tensor,  # [layers, pages, page_size, Hkv, D]
         value_pages: Tensor,
         logit_rows: Tensor,  # [n] int64
@@ -95,8 +95,8 @@ class FusedDecoder:
         """[n, vocab] in the model's number format."""
         hidden, cos, sin = self.embed(token_ids, positions)
         rotation = Rotation.of(cos, sin)
-        pages = zip(key_pages.unbind(), value_pages.unbind(), strict=True)
-        for layer_id, (layer, (keys, values)) in enumerate(zip(self._layers, pages, strict=True)):
+        parts = zip(self._layers, plans, key_pages.unbind(), value_pages.unbind(), strict=True)
+        for layer_id, (layer, plan, keys, values) in enumerate(parts):
             if outputs is not None:
                 outputs.offer(layer_id - 1, hidden)
             hidden = layer.run(hidden, rotation, plan, keys, values)

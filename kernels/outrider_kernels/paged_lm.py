@@ -24,9 +24,9 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from outrider_kernels.attention_probe import probe_attention
 from outrider_kernels.by_device import kernels_for
 from outrider_kernels.cpu_library import cpu_library
 from outrider_kernels.cpu_pass import CpuPass
@@ -38,23 +38,18 @@ from outrider_kernels.prepacked_linear import prepack_linears
 from outrider_kernels.ragged_batch import RaggedBatch
 from outrider_kernels.rank_group import RankGroup
 from outrider_kernels.sharded_model import check_size, fill_share
-from outrider_kernels.tensor_parallel import UnsupportedPlan, head_dim_of, local_heads
+from outrider_kernels.supported_models import UnsupportedModel, check_config, check_rope
+from outrider_kernels.tensor_parallel import UnsupportedPlan
 
 __all__ = ["PagedLM", "RaggedBatch", "UnsupportedModel", "UnsupportedSize", "check_shardable"]
 
 logger = logging.getLogger(__name__)
 
 _ATTENTION = "outrider_paged"
-# Arguments by which models change what attention computes.
-_FALSIFYING = ("sliding_window", "softcap", "s_aux", "position_bias")
 # Passes of more rows are bound by arithmetic, not by reading weights; torch's own products are the faster ones there.
 _COMPILED_ROWS = 16
-_INVARIANT_NEEDS = "a Llama-shaped model in one piece, in float32 on a CPU, and a C++ compiler"
+_INVARIANT_NEEDS = "a Llama-shaped model without sliding windows, in one piece, in float32 on a CPU, and a C++ compiler"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class UnsupportedModel(ValueError):
-    """The model cannot run over a paged cache exactly; says which property is in the way."""
 
 
 class UnsupportedSize(UnsupportedModel):
@@ -64,7 +59,8 @@ class UnsupportedSize(UnsupportedModel):
 class PagedLM:
     """`model_dir` holds config.json and safetensors. The pool has num_pages * page_size rows for all sessions together.
 
-    Raises UnsupportedModel for models whose attention is not plain causal attention behind transformers' interface.
+    Raises UnsupportedModel for models whose attention is not causal, full or in a sliding window, behind transformers'
+    interface.
     With a `group` this is one rank's share of the model: every rank runs the same batches, and each has the logits of
     its own part of the vocabulary. `projections` say which features of each row are kept beside its keys and values.
 
@@ -89,20 +85,32 @@ class PagedLM:
         self.num_pages = num_pages
         self.page_size = page_size
         self._device = torch.device(device)
-        model = _load(Path(model_dir), _DTYPES[dtype], group).to(self._device).eval()
-        config = model.config
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        check_config(config)
         self.vocab_size = int(config.vocab_size)
         self.max_len = min(max_len or config.max_position_embeddings, config.max_position_embeddings)
+        check_rope(config, self.max_len)
+        model = _load(Path(model_dir), config, _DTYPES[dtype], group).to(self._device).eval()
+        config = model.config
         self.eos_token_ids = _eos_token_ids(model)
+        if group is not None:
+            group.wait_for_all()  # reading weights takes the ranks unlike times
+        with torch.inference_mode():
+            attention = probe_attention(model, self.max_len)
+        self._windows = attention.windows
         fused = can_fuse(model)
         compile_it = (
-            fused and prepack and group is None and (dtype, device) == ("float32", "cpu") and bool(cpu_library())
+            fused
+            and set(self._windows) == {None}
+            and prepack
+            and group is None
+            and (dtype, device) == ("float32", "cpu")
+            and bool(cpu_library())
         )
         prepack = prepack and not compile_it
         self._decoder = FusedDecoder(model, prepack) if fused else _ModuleDecoder(model, prepack)
-        query_heads, kv_heads = local_heads(config, *((group.rank, group.size) if group else (0, 1)))
-        self._queries_per_key = query_heads // kv_heads
-        shape = (config.num_hidden_layers, num_pages, page_size, kv_heads, head_dim_of(config))
+        self._queries_per_key = attention.query_heads // attention.kv_heads
+        shape = (len(self._windows), num_pages, page_size, attention.kv_heads, attention.head_dim)
         self._key_pages, self._value_pages = (_zeros(shape, _DTYPES[dtype], self._device) for _ in range(2))
         self._compiled = self._compile() if compile_it else None
         if invariant and self._compiled is None:
@@ -118,7 +126,7 @@ class PagedLM:
                 self._decoder.watch()
         if group is not None:
             self.numerics += f"/tp{group.size}"
-            group.wait_for_all()  # reading and packing weights takes the ranks unlike times
+            group.wait_for_all()  # and packing them
         self._try_one_row(type(model).__name__)
 
     @torch.inference_mode()
@@ -132,7 +140,8 @@ class PagedLM:
         return logits.float()
 
     def _run_stock(self, batch: RaggedBatch, outputs: LayerOutputs | None = None) -> Tensor:
-        plan = kernels_for(self._device).plan_attention(
+        plan = partial(
+            kernels_for(self._device).plan_attention,
             batch.slots,
             batch.row_starts,
             batch.context_lens,
@@ -142,10 +151,12 @@ class PagedLM:
             self._device,
             self._key_pages.dtype,
         )
+        by_window = {window: plan(sliding=window) for window in set(self._windows)}
+        plans = [by_window[window] for window in self._windows]
         token_ids, positions, logit_rows = (
             torch.from_numpy(array).to(self._device) for array in (batch.token_ids, batch.positions, batch.logit_rows)
         )
-        return self._decoder.run(token_ids, positions, plan, self._key_pages, self._value_pages, logit_rows, outputs)
+        return self._decoder.run(token_ids, positions, plans, self._key_pages, self._value_pages, logit_rows, outputs)
 
     def _run_compiled(self, compiled: CpuPass, batch: RaggedBatch, outputs: LayerOutputs | None = None) -> Tensor:
         assert isinstance(self._decoder, FusedDecoder)
@@ -198,7 +209,7 @@ class _ModuleDecoder:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        plan: AttentionPlan,
+        plans: Sequence[AttentionPlan],
         key_pages: Tensor,
         value_pages: Tensor,
         logit_rows: Tensor,
@@ -210,7 +221,7 @@ class _ModuleDecoder:
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=logit_rows,
-            outrider_pass=(plan, key_pages, value_pages),
+            outrider_pass=(plans, key_pages, value_pages),
         )
         self._outputs = None
         logits: Tensor = output.logits[0]
@@ -231,16 +242,14 @@ def _attend(
     attention_mask: None,
     *,
     scaling: float | None = None,
-    outrider_pass: tuple[AttentionPlan, Tensor, Tensor],
-    **extras: Any,
+    outrider_pass: tuple[Sequence[AttentionPlan], Tensor, Tensor],
+    **_: Any,  # what they may be, the probe has seen
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: returns [1, rows, H, D]."""
-    if found := [name for name in _FALSIFYING if extras.get(name) is not None]:
-        raise UnsupportedModel(f"{type(module).__name__} asks for {found[0]}, which paged attention does not compute")
-    plan, key_pages, value_pages = outrider_pass
+    plans, key_pages, value_pages = outrider_pass
     layer = module.layer_idx
     assert isinstance(layer, int)
-    keys, values = key_pages[layer], value_pages[layer]
+    plan, keys, values = plans[layer], key_pages[layer], value_pages[layer]
     write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, plan)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend = kernels_for(query.device).paged_attention
@@ -258,9 +267,7 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
-def _load(model_dir: Path, dtype: torch.dtype, group: RankGroup | None) -> Any:
-    config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-    _check_supported(config)
+def _load(model_dir: Path, config: Any, dtype: torch.dtype, group: RankGroup | None) -> Any:
     if group is not None:
         return _load_share(model_dir, config, dtype, group)
     return AutoModelForCausalLM.from_pretrained(
@@ -277,7 +284,7 @@ def _load(model_dir: Path, dtype: torch.dtype, group: RankGroup | None) -> Any:
 def check_shardable(model_dir: str | Path, size: int) -> None:
     """Raises UnsupportedSize when the model cannot be cut over that many ranks; reads its configuration only."""
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-    _check_supported(config)
+    check_config(config)
     try:
         check_size(config, size)
     except UnsupportedPlan as error:
@@ -297,25 +304,6 @@ def _load_share(model_dir: Path, config: Any, dtype: torch.dtype, group: RankGro
     if (model_dir / GENERATION_CONFIG_NAME).exists():
         model.generation_config = GenerationConfig.from_pretrained(model_dir, local_files_only=True)
     return model
-
-
-def _check_supported(config: Any) -> None:
-    """Refuse what plain causal attention over cached keys would compute differently from the model's own code."""
-    kind = type(config).__name__
-    try:
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except KeyError as error:
-        raise UnsupportedModel(f"{kind}: not a causal language model of this transformers") from error
-    if not model_class._supports_attention_backend:
-        raise UnsupportedModel(f"{model_class.__name__} does not use transformers' attention interface")
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"}:
-        raise UnsupportedModel(f"{kind}: layer types {sorted(layer_types)}, only full_attention can be paged")
-    window = getattr(config, "sliding_window", None)
-    if window is not None and getattr(config, "use_sliding_window", True):
-        raise UnsupportedModel(f"{kind}: sliding_window {window}, only full attention can be paged")
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise UnsupportedModel(f"{kind}: attention logits are soft-capped")
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:

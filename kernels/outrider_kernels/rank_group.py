@@ -59,10 +59,12 @@ class RankGroup:
         self._group = group
         self._meeting = meeting  # keeps the store alive
         self._name = name
+        self._met = 0
 
     def wait_for_all(self) -> None:
-        """Meet before the first collective, however long the ranks took to get there."""
-        self._meeting.wait_for_all(self._name)
+        """Meet before the next collective, however long the ranks took to get there."""
+        self._met += 1
+        self._meeting.wait_for_all(f"{self._name}/{self._met}")
 
     def add(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks of tensors of one shape, in place."""

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -17,7 +15,7 @@ from transformers import (
 )
 
 from outrider_kernels.page_table import PageTable
-from outrider_kernels.paged_lm import PagedLM, UnsupportedModel
+from outrider_kernels.paged_lm import PagedLM
 from outrider_kernels.ragged_batch import Piece, pack
 
 TINY = {
@@ -137,17 +135,3 @@ def test_bfloat16_gives_float32_logits_near_the_models_own(tmp_path: Path) -> No
     found = sessions.run(a=ids)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, own, rtol=0.1, atol=0.5)
-
-
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [
-        (lambda: MistralForCausalLM(MistralConfig(**TINY, sliding_window=16)), "sliding"),
-        (lambda: Gemma2ForCausalLM(Gemma2Config(**TINY)), "sliding|soft-capped"),
-    ],
-)
-def test_models_that_plain_causal_attention_would_falsify_are_refused(
-    model: object, reason: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UnsupportedModel, match=reason):
-        PagedLM(save(model(), tmp_path), num_pages=4)  # type: ignore[operator]
