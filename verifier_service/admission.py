@@ -1,7 +1,9 @@
-"""Who may be held: checks what an OpenSession says, reserves the pages a session can ever need, queues the rest.
+"""Who holds pages: checks what an OpenSession says, lets in whom there is room for, queues the rest, and takes the
+pages of the youngest sessions when older ones need more.
 
-Knows nothing of passes or results. An admitted session never fails for want of memory; the queue is first in, first
-out and bounded in length and in waiting time.
+Knows nothing of passes or results. Invariant: whoever is held is older than whoever was preempted, and those than
+whoever waits, so the oldest session keeps its pages and can get all it ever needs. The queue is first in, first out and
+bounded in length and in waiting time.
 """
 
 import math
@@ -18,12 +20,13 @@ RETRY_AFTER_S = 1.0
 
 
 class Admission:
-    """Sessions held (`held`, in order of admission) and waiting (`waiting`, in order of arrival)."""
+    """Sessions that have pages (`held`), that lost them (`preempted`) and that wait (`waiting`), the oldest first."""
 
     def __init__(
         self, table: PageTable, cache: PrefixCache, vocab_size: int, max_len: int, max_sessions: int, max_queued: int
     ) -> None:
         self.held: OrderedDict[str, Session] = OrderedDict()
+        self.preempted: OrderedDict[str, Session] = OrderedDict()
         self.waiting: OrderedDict[str, Session] = OrderedDict()
         self._table = table
         self._cache = cache
@@ -34,7 +37,7 @@ class Admission:
         self._max_queued = max_queued
 
     def find(self, session_id: str) -> Session | None:
-        return self.held.get(session_id) or self.waiting.get(session_id)
+        return self.held.get(session_id) or self.preempted.get(session_id) or self.waiting.get(session_id)
 
     def open(self, message: OpenSession, now_s: float) -> Refused | None:
         """Hold or queue the session; None when done."""
@@ -46,7 +49,7 @@ class Admission:
             return _refusal(
                 message, "invalid", f"needs {session.kv_rows} KV rows, the whole pool has {self._pool_rows}"
             )
-        if not self.waiting and self._hold(session):
+        if not self.preempted and not self.waiting and self._hold(session):
             return None
         if len(self.waiting) >= self._max_queued:
             return _refusal(message, "overloaded", f"{len(self.held)} sessions held, {len(self.waiting)} waiting")
@@ -56,10 +59,34 @@ class Admission:
     def release(self, session_id: str) -> None:
         """Forget the session and let those in who fit now. Unknown ids are nothing to do."""
         self.waiting.pop(session_id, None)
+        self.preempted.pop(session_id, None)
         if self.held.pop(session_id, None) is not None:
             self._cache.end(session_id)
-        while self.waiting and self._hold(next(iter(self.waiting.values()))):
-            self.waiting.popitem(last=False)
+        self.let_in()
+
+    def let_in(self) -> None:
+        """Hold those who fit now, the oldest first."""
+        for queue in (self.preempted, self.waiting):
+            while queue and self._hold(next(iter(queue.values()))):
+                queue.popitem(last=False)
+            if queue:
+                return
+
+    def make_room(self) -> int:
+        """Give every held session the pages of its next pass, the oldest first. Where they do not suffice the youngest
+        loses its own and is computed again later; how many did."""
+        before = len(self.preempted)
+        for session in list(self.held.values()):
+            while session.id in self.held and not self._table.reserve(session.id, session.next_rows):
+                self._preempt_youngest()
+        return len(self.preempted) - before
+
+    def _preempt_youngest(self) -> None:
+        assert len(self.held) > 1, "a session alone does not fit the pool"
+        session_id, session = self.held.popitem()
+        self._cache.end(session_id)
+        self.preempted[session_id] = session
+        self.preempted.move_to_end(session_id, last=False)
 
     def expired(self, before_s: float) -> Iterator[Session]:
         """Remove and yield the waiting sessions that arrived before that time."""
@@ -70,7 +97,9 @@ class Admission:
         if len(self.held) >= self._max_sessions:
             return False
         self._cache.adopt(session)  # first, lest the reservation evicts just these pages
-        if not self._table.reserve(session.id, session.kv_rows):
+        # A page for each of the others, who would soon take it back.
+        headroom = len(self.held) * self._table.page_size
+        if not self._table.reserve(session.id, session.next_rows) or self._table.free_tokens < headroom:
             self._cache.end(session.id)
             return False
         self.held[session.id] = session

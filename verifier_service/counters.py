@@ -13,6 +13,7 @@ class EngineCounters:
     prefix_query_tokens: int = 0  # rows that new and returning sessions needed
     prefix_hit_tokens: int = 0  # those of them that were found
     prefix_evicted_pages: int = 0
+    preemptions: int = 0  # sessions that lost their pages for a while
     verified_blocks: int = 0
     drafted_tokens: int = 0  # draft tokens that were judged
     accepted_tokens: int = 0

@@ -129,7 +129,10 @@ class Engine:
         return self._admission.find(session_id) is not None
 
     def committed_rows(self, session_id: str) -> tuple[Epoch, int] | None:
-        """The session's epoch, and how many rows the cache holds; None when it has no pages. Call between passes."""
+        """The session's epoch, and how many rows the cache holds (0 while it is preempted); None when it is not there
+        or waits for its first pages. Call between passes."""
+        if (session := self._admission.preempted.get(session_id)) is not None:
+            return session.epoch, 0
         session = self._admission.held.get(session_id)
         return None if session is None else (session.epoch, self._table.length(session_id))
 
@@ -176,6 +179,8 @@ class Engine:
 
     def step(self) -> list[VerifyResult]:
         """One pass: all pending blocks, then prefill within its budget. Results in the order of admission."""
+        self.counters.preemptions += self._admission.make_room()
+        self._admission.let_in()
         pieces, judged, asked = self._plan()
         if not pieces:
             return []
@@ -210,7 +215,7 @@ class Engine:
     def load(self, replica_id: str) -> LoadReport:
         return LoadReport(
             replica_id=replica_id,
-            sessions=len(self._admission.held),
+            sessions=len(self._admission.held) + len(self._admission.preempted),
             queued=len(self._admission.waiting),
             capacity=self.max_sessions,
             free_kv_tokens=self._table.free_tokens,
@@ -219,6 +224,7 @@ class Engine:
             prefix_query_tokens=self.counters.prefix_query_tokens,
             prefix_hit_tokens=self.counters.prefix_hit_tokens,
             prefix_evicted_pages=self.counters.prefix_evicted_pages,
+            preemptions=self.counters.preemptions,
         )
 
     def _check_law(self, session: Session, request: VerifyRequest) -> None:

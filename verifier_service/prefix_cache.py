@@ -41,10 +41,11 @@ class PrefixCache:
         """Give a session that has not begun what is there of the pages that it needs next. At least one of its tokens,
         the newest, stays to be computed."""
         text = self._texts.setdefault(session.id, _Text())
-        if not self._enabled or text.begun or session.needs_prompt_rows:
+        if text.begun:
             return
+        sharing = self._enabled and not session.needs_prompt_rows
         found = []
-        for index in range(text.known, self._full_pages(session)):
+        for index in range(text.known, self._full_pages(session) if sharing else 0):
             page = self._pages.get(self._name(session, text, index))
             if page is None:
                 break

@@ -47,6 +47,11 @@ class Session:
         """Rows that the cache must ever hold: the newest token of a full session is never run."""
         return max(1, self.limit - 1)
 
+    @property
+    def next_rows(self) -> int:
+        """Rows that the cache must hold for the next pass, whatever of them it holds already."""
+        return self.length + len(self.draft) if self.pending else self.length
+
     def tokens(self, start: int, stop: int) -> NDArray[np.int64]:
         return self._tokens[start : min(stop, self.length)]
 

@@ -237,7 +237,7 @@ def test_a_sparse_block_under_the_ratio_rule_is_judged_as_an_empty_one() -> None
 
 
 def test_sessions_wait_in_order_while_the_pool_is_full_and_then_are_refused() -> None:
-    # One page is the probe's; each session needs 4 + 4 - 1 rows = 2 pages.
+    # One page is the probe's; each session has one, and leaves one to each of the others.
     made = engine(ScriptedTarget(num_pages=5, page_size=4), max_queued_sessions=2)
     for name in "abcd":
         assert made.handle(open_session(name, [1, 2, 3, 4], max_tokens=4)) == []
@@ -245,7 +245,7 @@ def test_sessions_wait_in_order_while_the_pool_is_full_and_then_are_refused() ->
     assert isinstance(reply, Refused)
     assert (reply.code, reply.retry_after_s > 0) == ("overloaded", True)
     load = made.load("")
-    assert (load.sessions, load.queued, load.free_kv_tokens) == (2, 2, 0)
+    assert (load.sessions, load.queued, load.free_kv_tokens) == (2, 2, 8)
     # A block may come while its session waits for room.
     assert made.handle(verify("c", 4)) == []
     for _ in range(3):
@@ -300,10 +300,10 @@ def test_closing_a_session_that_waits_frees_its_place() -> None:
 
 
 def test_a_full_pool_still_decodes_with_the_deepest_blocks() -> None:
-    made = Player(engine(ScriptedTarget(num_pages=4 * 6 + 1, page_size=4), max_queued_sessions=0))
+    # Half of what the four need together.
+    made = Player(engine(ScriptedTarget(num_pages=4 * 3 + 1, page_size=4), max_queued_sessions=0))
     for n in range(4):
         assert made.open(f"s{n}", [n] * 5, max_tokens=20) == []
-    assert free_tokens(made.engine) == 0
     texts = made.finish(lambda tokens, depth: [1] * depth, depths=(8,))
     assert texts == {f"s{n}": ScriptedLaw().text([n] * 5, SamplingParams(max_tokens=20)) for n in range(4)}
 
@@ -397,10 +397,11 @@ def test_a_failing_pass_is_raised_to_the_caller() -> None:
 
 def test_the_probe_uses_a_page_of_its_own_and_leaves_sessions_alone() -> None:
     player = Player(engine(ScriptedTarget(num_pages=7, page_size=4)))
-    player.open("a", PROMPT)
+    prompt = list(range(23))
+    player.open("a", prompt, max_tokens=2)
     assert free_tokens(player.engine) == 0
     player.engine.probe()
-    assert player.finish()["a"] == ScriptedLaw().text(PROMPT, SamplingParams(max_tokens=20))
+    assert player.finish()["a"] == ScriptedLaw().text(prompt, SamplingParams(max_tokens=2))
     player.engine.probe()
 
 
